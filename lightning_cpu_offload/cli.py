@@ -1,0 +1,179 @@
+"""LightningCLI for any LightningModule, with a report after `fit` of what was reached and where it lies."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from lightning_cpu_offload.callbacks import _count
+from lightning_cpu_offload.namespaces import pl
+
+if TYPE_CHECKING:
+    from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
+else:
+    _cli = importlib.import_module(f"{pl.__name__}.cli")
+    LightningArgumentParser, LightningCLI = _cli.LightningArgumentParser, _cli.LightningCLI
+
+MODEL_HINT = (
+    "model=None: must be a LightningModule class. "
+    "Give --model package.module.Class, or --config with a file that names one, such as configs/gpt_small.yaml."
+)
+
+
+class RunRecorder(pl.Callback):
+    """Keeps what is known only while a fit runs.
+
+    Attributes:
+        loss_before: `val/loss` before the first step, over all that validation reads; None unless the Trainer has
+            `num_sanity_val_steps=-1` and the module logs it.
+        validated_step: Optimizer step of the last validation; None before the first one.
+        items: Tokens, or samples, of the training batches so far, on all devices.
+        unit: What `items` counts, `"tokens"` or `"samples"`.
+        seconds: Time spent in training so far, validation left out.
+    """
+
+    def __init__(self) -> None:
+        self.loss_before: float | None = None
+        self.validated_step: int | None = None
+        self.items = 0
+        self.unit = "samples"
+        self.seconds = 0.0
+        self._resumed = 0.0
+
+    def on_sanity_check_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Takes the loss before training, and gives it to the loggers as the first point of the curve."""
+        loss = validation_loss(trainer)
+        if loss is None or math.isfinite(trainer.num_sanity_val_steps):
+            return
+        self.loss_before = loss
+        for logger in trainer.loggers:
+            logger.log_metrics({"val/loss": loss}, step=0)
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Starts the clock."""
+        self._resumed = time.perf_counter()
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Counts the batch."""
+        items, self.unit = _count(batch)
+        self.items += items * trainer.world_size
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Stops the clock."""
+        if trainer.state.fn == "fit" and not trainer.sanity_checking:
+            self.seconds += time.perf_counter() - self._resumed
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Starts the clock again."""
+        if trainer.state.fn == "fit" and not trainer.sanity_checking:
+            self.validated_step = trainer.global_step
+            self._resumed = time.perf_counter()
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Stops the clock."""
+        self.seconds += time.perf_counter() - self._resumed
+
+
+class OffloadCLI(LightningCLI):
+    """LightningCLI for any model and data, with subcommands `fit`, `validate`, `test` and `predict`.
+
+    Args:
+        args: Command line, as a list of words or a nested dict; None for `sys.argv`.
+        run: Whether a subcommand is read and run. If not, model, data and Trainer are only built.
+    """
+
+    def __init__(self, args: ArgsType = None, run: bool = True) -> None:
+        self.recorder = RunRecorder()
+        super().__init__(
+            args=args,
+            run=run,
+            parser_class=_Parser,
+            parser_kwargs={"prog": "lightning-cpu-offload"},
+            # A fixed log folder, or none, must not stop a second run; TensorBoard gives each run its own.
+            save_config_kwargs={"overwrite": True},
+            trainer_defaults={"callbacks": [self.recorder]},
+        )
+
+    def after_fit(self) -> None:
+        """Prints the report, after a validation if none has seen the last step."""
+        if self.trainer.enable_validation and self.recorder.validated_step != self.trainer.global_step:
+            self.trainer.validate(self.model, datamodule=self.datamodule, verbose=False)
+        if self.trainer.is_global_zero:
+            print("\n".join(report(self.trainer, self.model, self.recorder)))
+
+
+def report(trainer: pl.Trainer, model: pl.LightningModule, recorder: RunRecorder) -> list[str]:
+    """One line for each thing to know after a fit; what the run has not is left out."""
+    rows: dict[str, str] = {}
+    loss = validation_loss(trainer)
+    if recorder.loss_before is not None:
+        rows["validation loss before training"] = f"{recorder.loss_before:.4f}"
+    if loss is not None:
+        rows["validation loss after training"] = f"{loss:.4f}"
+    if loss is not None and recorder.loss_before is not None:
+        rows["ratio of after to before"] = f"{loss / recorder.loss_before:.4f}"
+    if recorder.seconds:
+        rows[f"{recorder.unit}/s"] = f"{recorder.items / recorder.seconds:.1f}"
+    rows["peak RSS"] = f"{peak_rss()} bytes, {peak_rss() / count_parameters(model):.2f} bytes per parameter"
+    rows.update(_places(trainer))
+    return [f"{name}: {value}" for name, value in rows.items()]
+
+
+def _places(trainer: pl.Trainer) -> dict[str, str]:
+    rows = {}
+    checkpoint = getattr(trainer.checkpoint_callback, "last_model_path", "")
+    if checkpoint:
+        rows["last checkpoint"] = checkpoint
+    for logger in trainer.loggers:
+        if isinstance(logger, pl.loggers.TensorBoardLogger):
+            rows["TensorBoard log"] = logger.log_dir
+            rows["to look at it"] = f"{_tensorboard()} --logdir {logger.root_dir}"
+    return rows
+
+
+def _tensorboard() -> str:
+    """The command as it can be typed: by its path where its environment is not active."""
+    return "tensorboard" if shutil.which("tensorboard") else str(Path(sys.executable).with_name("tensorboard"))
+
+
+def validation_loss(trainer: pl.Trainer) -> float | None:
+    """The last `val/loss`; None if the module logs none."""
+    loss = trainer.callback_metrics.get("val/loss")
+    return None if loss is None else float(loss)
+
+
+def count_parameters(model: pl.LightningModule) -> int:
+    """Elements of all parameters, a tied one counted once."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def peak_rss() -> int:
+    """The largest part of this process that was in memory at once so far, in bytes."""
+    if sys.platform == "win32":
+        import psutil
+
+        return psutil.Process().memory_info().peak_wset
+    import resource
+
+    kibibytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS alone
+    return kibibytes if sys.platform == "darwin" else kibibytes * 1024
+
+
+class _Parser(LightningArgumentParser):
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Adds how to give a model when that is what is missing."""
+        if "model" in message and "required" in message:
+            message = f"{message}\n{MODEL_HINT}"
+        super().error(message, ex)
+
+
+def main(args: list[str] | None = None) -> None:
+    """What `python -m lightning_cpu_offload` and the console script `lightning-cpu-offload` run."""
+    OffloadCLI(args)

@@ -1,0 +1,131 @@
+"""Host memory: exact sizes, one owner, counted.
+
+Masters and moments are allocated once as a few large anonymous mappings. A parameter's tensor is a view with a
+storage of its own, so it is saved, copied and compared like any ordinary tensor. The pages are not inherited by
+forked children: dataloader workers forked in the middle of training would otherwise keep a copy of every page the
+next optimizer step writes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_FLOAT_BYTES = 4
+
+
+class HostArena:
+    """`numel` FP32 zeros in one mapping of exactly that size.
+
+    Attributes:
+        array: All elements, float32[numel].
+    """
+
+    def __init__(self, numel: int) -> None:
+        self.nbytes = numel * _FLOAT_BYTES
+        self._map = _map(self.nbytes)
+        self.array: np.ndarray = np.frombuffer(self._map, dtype=np.float32, count=numel)
+        self.array.fill(0)  # touch every page now: memory that is not there must show before training begins
+
+    def tensor(self, start: int, shape: Sequence[int], stride: Sequence[int]) -> Tensor:
+        """A view of the elements from `start`, with its own storage of exactly its own size."""
+        numel = int(np.prod(shape, dtype=np.int64))
+        if numel == 0:
+            return torch.empty(tuple(shape))
+        flat = torch.frombuffer(self._map, dtype=torch.float32, offset=start * _FLOAT_BYTES, count=numel)
+        return flat.as_strided(tuple(shape), tuple(stride))
+
+    def flat(self, start: int, stop: int) -> Tensor:
+        """Elements `start` to `stop` as one vector."""
+        return self.tensor(start, (stop - start,), (1,))
+
+    def inherit_on_fork(self) -> None:
+        """Let children inherit the pages again, once the views are ordinary weights after training."""
+        _advise(self._map, "MADV_DOFORK")
+
+
+class HostMemory:
+    """Allocates what the offload keeps on the host and knows how much that is.
+
+    Attributes:
+        bytes_by_name: Bytes held, by purpose.
+    """
+
+    def __init__(self) -> None:
+        self.bytes_by_name: dict[str, int] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held on the host in total."""
+        return sum(self.bytes_by_name.values())
+
+    def arena(self, name: str, numel: int) -> HostArena:
+        """An FP32 arena, counted under `name`."""
+        arena = HostArena(numel)
+        self._count(name, arena.nbytes)
+        return arena
+
+    def staging(self, nbytes: int, pin: bool) -> Tensor:
+        """A staging buffer, uint8[nbytes], page-locked if `pin`; RuntimeError where the machine refuses."""
+        self._count("ring", nbytes)
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=pin)
+
+    def release(self, name: str) -> None:
+        """Stop counting `name`: its owner let go of it."""
+        self.bytes_by_name.pop(name, None)
+
+    def _count(self, name: str, nbytes: int) -> None:
+        self.bytes_by_name[name] = self.bytes_by_name.get(name, 0) + nbytes
+
+
+def allocate_ring(memory: HostMemory, depth: int, nbytes: int, pin: bool | str) -> tuple[list[Tensor], bool]:
+    """`depth` staging buffers of `nbytes`, and whether they are page-locked.
+
+    Args:
+        memory: Where they are counted.
+        depth: Number of buffers.
+        nbytes: Size of each.
+        pin: True, False, or `"auto"`: pinned, or pageable with a warning where the machine refuses.
+
+    Raises:
+        RuntimeError: `pin` is True and the machine refuses.
+    """
+    if pin:
+        try:
+            return [memory.staging(nbytes, pin=True) for _ in range(depth)], True
+        except RuntimeError as error:
+            memory.release("ring")
+            if pin != "auto":
+                raise RuntimeError(
+                    f"pin_memory=True: page-locking {depth} x {nbytes} bytes was refused ({error}). "
+                    'Use pin_memory="auto" or False, or raise the limit of locked memory.'
+                ) from error
+            warnings.warn(
+                f"page-locking {depth * nbytes} bytes of staging memory was refused; transfers use pageable memory, "
+                "so copies no longer overlap with the optimizer step. Raise the limit of locked memory to mend it.",
+                stacklevel=2,
+            )
+    return [memory.staging(nbytes, pin=False) for _ in range(depth)], False
+
+
+def _map(nbytes: int) -> mmap.mmap:
+    size = max(nbytes, 1)  # an empty mapping is an error; an empty region is not
+    if not hasattr(mmap, "MAP_PRIVATE"):  # Windows has neither fork nor these flags
+        return mmap.mmap(-1, size)
+    mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    _advise(mapping, "MADV_DONTFORK")
+    _advise(mapping, "MADV_HUGEPAGE")  # the step streams through all of it: fewer page-table walks
+    return mapping
+
+
+def _advise(mapping: Any, advice: str) -> None:
+    if hasattr(mmap, advice):
+        with contextlib.suppress(OSError):  # a kernel built without it: only speed, or memory of a fork, is lost
+            mapping.madvise(getattr(mmap, advice))

@@ -1,0 +1,54 @@
+"""Refuses optimizers that cannot step host tensors, before training begins."""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict, defaultdict
+from typing import Any
+
+import torch
+
+_DEVICE_WORDS = re.compile(r"cuda|gpu|xpu|hip|device|triton", re.IGNORECASE)
+
+
+def require_host_step(optimizer: torch.optim.Optimizer) -> None:
+    """Try one step of a stand-in over tiny host tensors.
+
+    torch's own optimizers all run on the CPU. Of others, a failure that speaks of a device is taken for what it
+    says; any other failure is left to show itself in the real step, where the user's parameters are at hand.
+
+    Raises:
+        ValueError: The optimizer runs on an accelerator only.
+    """
+    if type(optimizer).__module__.startswith("torch.optim"):
+        return
+    try:
+        with torch.enable_grad():
+            type(optimizer).step(_stand_in(optimizer), lambda: 0.0)
+    except (AttributeError, KeyError, TypeError):
+        return  # the stand-in is too simple for it
+    except Exception as error:
+        if isinstance(error, AssertionError) or _DEVICE_WORDS.search(str(error)):
+            name = f"{type(optimizer).__module__}.{type(optimizer).__name__}"
+            raise ValueError(
+                f"optimizer={name}: it cannot step parameters in host memory ({error or 'assertion failed'}). Use one "
+                "that runs on the CPU, such as torch.optim.AdamW, or strategy='auto' to keep the state on the device."
+            ) from error
+
+
+def _stand_in(optimizer: torch.optim.Optimizer) -> Any:
+    """A copy with the same settings over tensors of the same number of dimensions, two elements along each."""
+    stand_in = type(optimizer).__new__(type(optimizer))
+    vars(stand_in).update(vars(optimizer))
+    stand_in._optimizer_step_pre_hooks, stand_in._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    stand_in.state = defaultdict(dict)
+    stand_in.param_groups = [
+        {**group, "params": [_tiny(parameter) for parameter in group["params"][:1]]} for group in optimizer.param_groups
+    ]
+    return stand_in
+
+
+def _tiny(parameter: torch.Tensor) -> torch.nn.Parameter:
+    tiny = torch.nn.Parameter(torch.ones((2,) * parameter.ndim))
+    tiny.grad = torch.zeros_like(tiny)
+    return tiny

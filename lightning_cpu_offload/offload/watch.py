@@ -1,0 +1,60 @@
+"""Notices writes into compute copies that leave no other trace.
+
+`parameter.data.clamp_(...)` and its like bump no version counter and move no storage. So the bits of all weights are
+reduced to a fingerprint when they are pushed, and again before the next step overwrites them. The fingerprint
+depends on positions: a changed, moved or exchanged element shows.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_cpu_offload import kernels
+from lightning_cpu_offload.kernels.threads import ThreadPool
+from lightning_cpu_offload.offload.plan import Chunk
+from lightning_cpu_offload.offload.region import Region
+from lightning_cpu_offload.offload.transfer import words
+
+# A prime, so that rows of any usual length start in ever different columns.
+_COLUMNS = 1021
+
+
+class Watch:
+    """Remembers the fingerprint of each chunk of each region."""
+
+    def __init__(self, threads: ThreadPool) -> None:
+        self._threads = threads
+        self._seen: dict[Region, list[int] | Tensor] = {}
+
+    def remember(self, region: Region) -> None:
+        """Take the region's weights as they are now for untouched."""
+        self._seen[region] = self._fingerprints(region)
+
+    def changed(self, region: Region) -> list[Chunk]:
+        """The chunks whose weights are not those remembered."""
+        now, seen = self._fingerprints(region), self._seen[region]
+        if isinstance(now, Tensor) and isinstance(seen, Tensor):
+            equal = (now == seen).tolist()
+        else:
+            equal = [a == b for a, b in zip(now, seen, strict=True)]
+        return [chunk for chunk, same in zip(region.chunks, equal, strict=True) if not same]
+
+    def _fingerprints(self, region: Region) -> list[int] | Tensor:
+        parts = [words(region.weights[chunk.start : chunk.stop]) for chunk in region.chunks]
+        if region.weights.device.type == "cpu" and kernels.available():
+            return [kernels.fingerprint(part.numpy().view(np.uint8), threads=self._threads) for part in parts]
+        # Stays on the device: comparing costs one synchronisation per region, remembering none.
+        return torch.stack([fingerprint(part) for part in parts]) if parts else torch.empty(0)
+
+
+def fingerprint(bits: Tensor) -> Tensor:
+    """A position-dependent 64-bit sum of an integer vector; int64 scalar on the vector's device."""
+    columns = (
+        torch.arange(1, _COLUMNS + 1, device=bits.device, dtype=torch.int64).mul_(0x9E3779B97F4A7C1).bitwise_or_(1)
+    )
+    body = bits.numel() // _COLUMNS * _COLUMNS
+    sums = bits[:body].view(-1, _COLUMNS).sum(dim=0, dtype=torch.int64)
+    sums[: bits.numel() - body] += bits[body:]
+    return (sums * columns).sum()
