@@ -55,6 +55,7 @@ class PrecisionHooks(Base):
         self.precision = precision or "bf16-mixed"
         self._device_type = "cpu"
         self._handles: list[Any] = []
+        self._dtypes: list[tuple[nn.Module, torch.dtype]] = []
         self._entered: list[AbstractContextManager] = []
 
     def choose(self, device: torch.device) -> None:
@@ -88,9 +89,16 @@ class PrecisionHooks(Base):
         elif self.precision == "bf16-true":
             hook = Live(self._convert_arguments)
             self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+            for part in module.modules():
+                if "_dtype" in vars(part):  # what `module.dtype` answers
+                    self._dtypes.append((part, vars(part)["_dtype"]))
+                    vars(part)["_dtype"] = torch.bfloat16
 
     def detach(self) -> None:
         """Undo `attach`."""
+        while self._dtypes:
+            part, dtype = self._dtypes.pop()
+            vars(part)["_dtype"] = dtype
         while self._handles:
             self._handles.pop().remove()
 
@@ -130,7 +138,7 @@ class PrecisionHooks(Base):
         return nullcontext()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_handles": [], "_entered": []}
+        return {**vars(self), "_handles": [], "_dtypes": [], "_entered": []}
 
     def _autocast(self) -> AbstractContextManager:
         return torch.autocast(self._device_type, dtype=torch.bfloat16)
@@ -156,7 +164,7 @@ else:
 
 
 def precision_for(plugin: Any, namespace: str) -> Any:
-    """The plugin that stands in for the one Lightning made of the Trainer's `precision`.
+    """The plugin that stands in for the one Lightning made of the Trainer's `precision`; None: the default.
 
     Raises:
         ValueError: A precision that is not computed here.
@@ -165,7 +173,7 @@ def precision_for(plugin: Any, namespace: str) -> Any:
         return plugin
     kind = type(plugin).__name__
     asked = {"MixedPrecision": "bf16-mixed", "HalfPrecision": "bf16-true"}.get(kind)
-    if kind != "Precision" and plugin.precision != asked:
+    if kind not in ("Precision", "NoneType") and plugin.precision != asked:
         raise ValueError(
             f"precision={plugin.precision!r}: cpu_offload computes in 'bf16-mixed' (default) or 'bf16-true', "
             "with FP32 master weights either way. Choose one of them; for FP32 on the device pass "

@@ -88,7 +88,7 @@ class StrategyHooks(Base):
     @property
     @override
     def precision_plugin(self) -> Any:
-        return self._precision_plugin
+        return self._precision_plugin or precision_for(None, self._namespace)
 
     @precision_plugin.setter
     @override
@@ -104,9 +104,7 @@ class StrategyHooks(Base):
         chosen: Any = self._checkpoint_io
         if chosen is None:
             self._checkpoint_io = StreamingCheckpointIO._variants[self._namespace]()
-        elif hasattr(
-            type(chosen), "checkpoint_io"
-        ):  # a wrapper, such as AsyncCheckpointIO; it takes one if it has none
+        elif hasattr(type(chosen), "checkpoint_io"):  # a wrapper (AsyncCheckpointIO): takes one if it has none
             chosen.checkpoint_io = StreamingCheckpointIO._variants[self._namespace]()
         return self._checkpoint_io
 
@@ -141,14 +139,15 @@ class StrategyHooks(Base):
         assert self.model is not None
         self.accelerator.setup(trainer)
         self.precision_plugin.choose(self.root_device)
-        self.optimizers = []  # those of an earlier fit still hold their state
-        if trainer.state.fn == "fit":
+        self._announce_device()
+        fitting = trainer.state.fn == "fit"
+        if fitting:
+            self.optimizers = []  # those of an earlier fit still hold their state
             # Before the module is converted: state that an optimizer makes at once is made in FP32, on the host.
-            self._fake_device()
             self.setup_optimizers(trainer)
             for optimizer in self.optimizers:
                 require_host_step(optimizer)
-        self._attach()
+        self._attach(self.optimizers if fitting else [])
         self.model = self._setup_model(self.model)
         self.setup_precision_plugin()
 
@@ -176,19 +175,17 @@ class StrategyHooks(Base):
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_attachment": None}
 
-    def _attach(self) -> None:
+    def _attach(self, optimizers: list[torch.optim.Optimizer]) -> None:
         module = self.lightning_module
         assert module is not None
-        self._attachment = Attachment(
-            module, self.optimizers, self.root_device, self.precision_plugin.dtype_of, self._settings
-        )
+        rule = self.precision_plugin.dtype_of
+        self._attachment = Attachment(module, optimizers, self.root_device, rule, self._settings)
         self.precision_plugin.attach(module)
-        module.to(self.root_device)  # everything is there already; this tells `module.device`
-        if self.optimizers:
+        if optimizers:
             rank_zero(self._namespace, "rank_zero_info")(self._plan(self._attachment))
 
-    def _fake_device(self) -> None:
-        """`module.device` is the training device in `configure_optimizers`, as under any strategy."""
+    def _announce_device(self) -> None:
+        """Let `module.device` be where the module is about to compute, as it is in any `configure_optimizers`."""
         assert self.lightning_module is not None
         for part in self.lightning_module.modules():
             if hasattr(part, "_device"):

@@ -71,7 +71,7 @@ class Attachment:
         self._order = {tensor: index for index, tensor in enumerate(self._dtypes)}
         self._masters: dict[Tensor, Master] = {}
         self._regions: list[Region] = []
-        self._slot_bytes = _slot_bytes(optimizers, self._dtypes)
+        self._slot_bytes = _slot_bytes(self._dtypes)
         self.optimizers: list[HookedOptimizer] = []
         self._hooks = StateDictHooks(module, self._masters)
         self.pipeline: Pipeline | None = None
@@ -188,13 +188,10 @@ def _require_one_owner(module: nn.Module, optimizers: Sequence[torch.optim.Optim
                 )
 
 
-def _slot_bytes(optimizers: Sequence[torch.optim.Optimizer], dtypes: dict[Tensor, torch.dtype]) -> int:
-    """The usual size of a staging buffer, less for a model that is smaller."""
-    trained = {
-        parameter for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"]
-    }
-    needed = sum(tensor.numel() * dtypes[tensor].itemsize for tensor in trained if tensor in dtypes)
-    return min(SLOT_BYTES, max(8, -(-needed // 8) * 8))
+def _slot_bytes(dtypes: dict[Tensor, torch.dtype]) -> int:
+    """The usual size of a staging buffer, less for a model that is smaller; a multiple of any element's size."""
+    total = sum(tensor.numel() * dtype.itemsize for tensor, dtype in dtypes.items() if isinstance(tensor, nn.Parameter))
+    return min(SLOT_BYTES, max(8, -(-total // 8) * 8))
 
 
 def _warn_unowned(name: str) -> None:

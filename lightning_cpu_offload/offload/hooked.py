@@ -15,6 +15,7 @@ Because these are hooks of the optimizer and not of the strategy, a bare `optimi
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -68,6 +69,7 @@ class HookedOptimizer:
         self._absent: list[tuple[dict[str, Any], list[Tensor]]] = []
         self._borrowed: list[tuple[dict[str, Any], str, Any]] = []
         self._engaged: str | None = None
+        self._began = self._ready = 0.0
         self._warned = False
         self._admit()
         self._handles = [
@@ -107,6 +109,7 @@ class HookedOptimizer:
         """Step on the host, or put the masters in the parameters' place so that the optimizer's body can."""
         if self._engaged:
             return
+        self._began = time.perf_counter()
         self._pipeline.new_report()
         self._admit()
         self.adopt_writes()
@@ -124,20 +127,25 @@ class HookedOptimizer:
             self._borrow_group_values()
             self._exchange(self._masters)
             self._engaged = "body"
+        self._ready = time.perf_counter()
 
     def disengage(self) -> None:
         """Put the module's parameters back, and what the body changed on the device."""
         engaged, self._engaged = self._engaged, None
+        if engaged is None:
+            return
+        self._pipeline.report.host_ms += (time.perf_counter() - self._ready) * 1e3
         if engaged == "kernel":
             for group, parameters in self._absent:
                 group["params"][:] = parameters
             self._absent.clear()
-        elif engaged == "body":
+        else:
             self._exchange(self._parameters())
             self._return_group_values()
             self._keep_in_arena()
             self._pipeline.run(self._chunks, _round_masters, fetch=False)
             self._remember()
+        self._pipeline.report.total_ms = (time.perf_counter() - self._began) * 1e3
 
     def _before_step(self, _optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.disengage()
@@ -165,21 +173,22 @@ class HookedOptimizer:
         self.disengage()
         if _fits(self.optimizer, state_dict):
             self._exchange(self._masters)
-            self._engaged = "body"
 
     def _after_load(self, _optimizer: Any) -> None:
         self._exchange(self._parameters())
-        self._engaged = None
         self._own_state(self._masters)
         self._allocate()
 
     def _admit(self) -> None:
-        """Take in parameters the optimizer holds by now: all of them at first, later those added or unfrozen."""
+        """Take in parameters that are to be stepped by now: at first what is trained, later what is added or unfrozen.
+
+        A frozen parameter in an optimizer costs nothing on the host.
+        """
         new = [
             (index, parameter)
             for index, group in enumerate(self.optimizer.param_groups)
             for parameter in group["params"]
-            if parameter not in self._known
+            if parameter not in self._known and (parameter.requires_grad or parameter.grad is not None)
         ]
         if not new:
             return

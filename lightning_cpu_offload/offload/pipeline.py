@@ -33,9 +33,9 @@ class StepReport:
     """What one optimizer step moved and cost.
 
     Attributes:
-        host_ms: Time in the host's own work, milliseconds.
+        host_ms: Time in the optimizer's arithmetic on the host, milliseconds.
         wait_ms: Time the host waited for gradients to arrive, milliseconds.
-        total_ms: Time from the end of backward until the training thread went on, milliseconds.
+        total_ms: Time the training thread spent in the whole step, milliseconds.
         d2h_bytes: Bytes of gradients that left the device.
         h2d_bytes: Bytes of weights that returned.
     """
@@ -86,7 +86,6 @@ class Pipeline:
             work: The host's part.
             fetch: Bring the gradients in first; else `work` finds the staged values undefined.
         """
-        begin = time.perf_counter()
         # Hazard: a gradient would leave before backward, still queued on the device, has written it; and a weight
         # would be overwritten while that backward still reads it.
         self.engine.record(self._ready, "compute")
@@ -104,7 +103,6 @@ class Pipeline:
         # Hazard: the next forward would read weights that have not returned yet.
         self.engine.record(self._done, "h2d")
         self.engine.wait("compute", self._done)
-        self.report.total_ms += (time.perf_counter() - begin) * 1e3
 
     def new_report(self) -> None:
         """Begin to count a new step."""
