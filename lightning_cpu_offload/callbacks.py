@@ -62,14 +62,14 @@ class MonitorHooks(Base):
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
         if _offload(trainer) is not None and self._is_due(trainer, trainer.global_step + 1):
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-            self._grad_norm = torch.nn.utils.get_total_norm(gradients) if gradients else None
+            norms = [_norm(parameter.grad) for parameter in parameters if parameter.grad is not None]
+            self._grad_norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else None
 
     @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        items, unit = _count(batch)
+        items, unit = count_items(batch)
         self._items += items
         step = trainer.global_step
         if step == self._last_step:
@@ -116,7 +116,12 @@ def _record(offload: Attachment, grad_norm: Tensor | None, device: torch.device)
     return record
 
 
-def _count(batch: Any) -> tuple[int, str]:
+def _norm(gradient: Tensor) -> Tensor:
+    values = gradient.coalesce().values() if gradient.is_sparse else gradient
+    return torch.linalg.vector_norm(values, dtype=torch.float32)
+
+
+def count_items(batch: Any) -> tuple[int, str]:
     """How much one batch holds: token ids if its first tensor has integers in rows, else samples."""
     tensor = next(_tensors(batch), None)
     if tensor is None or tensor.ndim == 0:

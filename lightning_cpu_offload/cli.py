@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from lightning_cpu_offload.callbacks import _count
+from lightning_cpu_offload.callbacks import count_items
 from lightning_cpu_offload.namespaces import pl
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class RunRecorder(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Counts the batch."""
-        items, self.unit = _count(batch)
+        items, self.unit = count_items(batch)
         self.items += items * trainer.world_size
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -6,7 +6,7 @@ models bear and which saves FP32 activations. `"32-true"` computes in FP32 throu
 """
 
 # No `from __future__ import annotations`: the command line reads the types of the constructor.
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_cpu_offload.namespaces import in_each_namespace, rank_zero
-from lightning_cpu_offload.offload.masters import Live
 
 if TYPE_CHECKING:
     from lightning.pytorch.plugins.precision import Precision as Base
@@ -56,7 +55,8 @@ class PrecisionHooks(Base):
         self._device_type = "cpu"
         self._handles: list[Any] = []
         self._dtypes: list[tuple[nn.Module, torch.dtype]] = []
-        self._entered: list[AbstractContextManager] = []
+        self._before_step: Callable[[], None] | None = None
+        self._outside: OutsideSteps | None = None
 
     def choose(self, device: torch.device) -> None:
         """Decide on the compute dtype, now that the device is known."""
@@ -70,25 +70,36 @@ class PrecisionHooks(Base):
                     'Pass precision="bf16-mixed" or "bf16-true" to compute in BF16 all the same.'
                 )
 
-    def dtype_of(self, owner: nn.Module, tensor: Tensor) -> torch.dtype:
-        """The dtype in which a parameter or buffer of `owner` is held on the device."""
+    def dtype_of(self, owner: nn.Module, tensor: Tensor, others_write: bool) -> torch.dtype:
+        """The dtype in which a parameter or buffer of `owner` is held on the device.
+
+        Under `"bf16-mixed"` a matrix that others than the optimizers may write to stays as it is, as under Lightning's
+        own: the small steps of a momentum teacher would vanish in BF16.
+        """
         if tensor.dtype != torch.float32:
             return tensor.dtype
         if self.precision == "bf16-true":
             # Running statistics would be ruined by BF16, and batch norm wants its weights in their dtype.
             return tensor.dtype if isinstance(owner, nn.modules.batchnorm._NormBase) else torch.bfloat16
         is_matrix = isinstance(tensor, nn.Parameter) and tensor.ndim >= 2
-        return torch.bfloat16 if self.precision == "bf16-mixed" and is_matrix else tensor.dtype
+        to_bf16 = self.precision == "bf16-mixed" and is_matrix and not others_write
+        return torch.bfloat16 if to_bf16 else tensor.dtype
 
-    def attach(self, module: nn.Module) -> None:
-        """Let the module, and parts of it, be called outside steps too: from hooks and callbacks."""
+    def attach(self, module: nn.Module, before_step: Callable[[], None]) -> None:
+        """Let the module, and parts of it, be called outside steps too: from hooks and callbacks.
+
+        Args:
+            module: Already converted.
+            before_step: Called when a step begins.
+        """
+        self._before_step = before_step
         if self.precision == "bf16-mixed":
+            self._outside = OutsideSteps(self._device_type)
             for part in _callable_parts(module, _CALLABLE_DEPTH):
-                self._handles.append(part.register_forward_pre_hook(Live(self._enter_autocast)))
-                self._handles.append(part.register_forward_hook(Live(self._leave_autocast), always_call=True))
+                self._handles.append(part.register_forward_pre_hook(self._outside.enter))
+                self._handles.append(part.register_forward_hook(self._outside.leave, always_call=True))
         elif self.precision == "bf16-true":
-            hook = Live(self._convert_arguments)
-            self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+            self._handles.append(module.register_forward_pre_hook(_convert_arguments, with_kwargs=True))
             for part in module.modules():
                 if "_dtype" in vars(part):  # what `module.dtype` answers
                     self._dtypes.append((part, vars(part)["_dtype"]))
@@ -101,6 +112,9 @@ class PrecisionHooks(Base):
             vars(part)["_dtype"] = dtype
         while self._handles:
             self._handles.pop().remove()
+        if self._outside is not None:
+            self._outside.unwind()
+        self._before_step = self._outside = None
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
@@ -116,6 +130,8 @@ class PrecisionHooks(Base):
     @override
     def forward_context(self) -> Generator[None, None, None]:
         """Surrounds each step: autocast for `"bf16-mixed"`, BF16 as default dtype for `"bf16-true"`."""
+        if self._before_step is not None:
+            self._before_step()
         if self.precision == "bf16-true":
             default = torch.get_default_dtype()
             torch.set_default_dtype(torch.bfloat16)
@@ -124,7 +140,7 @@ class PrecisionHooks(Base):
             finally:
                 torch.set_default_dtype(default)
             return
-        with self._autocast() if self.precision == "bf16-mixed" else nullcontext():
+        with _autocast(self._device_type) if self.precision == "bf16-mixed" else nullcontext():
             yield
 
     @override
@@ -138,23 +154,35 @@ class PrecisionHooks(Base):
         return nullcontext()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_handles": [], "_dtypes": [], "_entered": []}
+        return {**vars(self), "_handles": [], "_dtypes": [], "_before_step": None, "_outside": None}
 
-    def _autocast(self) -> AbstractContextManager:
-        return torch.autocast(self._device_type, dtype=torch.bfloat16)
 
-    def _enter_autocast(self, *_unused: Any) -> None:
+class OutsideSteps:
+    """Forward hooks that run under autocast what is called outside a step; copies of a module keep copies of them."""
+
+    def __init__(self, device_type: str) -> None:
+        self._device_type = device_type
+        self._entered: list[AbstractContextManager] = []
+
+    def enter(self, *_unused: Any) -> None:
+        """The forward pre-hook."""
         inside = torch.is_autocast_enabled(self._device_type)
-        context = nullcontext() if inside else self._autocast()
+        context = nullcontext() if inside else _autocast(self._device_type)
         context.__enter__()
         self._entered.append(context)
 
-    def _leave_autocast(self, *_unused: Any) -> None:
+    def leave(self, *_unused: Any) -> None:
+        """The forward hook, called also when forward raised."""
         if self._entered:  # empty if another hook raised before ours entered
             self._entered.pop().__exit__(None, None, None)
 
-    def _convert_arguments(self, _module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        return _to_bf16(args), _to_bf16(kwargs)
+    def unwind(self) -> None:
+        """Leave what an interrupt left entered: torch calls no hook after a KeyboardInterrupt."""
+        while self._entered:
+            self.leave()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_device_type": self._device_type, "_entered": []}
 
 
 if TYPE_CHECKING:
@@ -188,6 +216,15 @@ def cpu_has_fast_bf16() -> bool:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     except (AttributeError, RuntimeError):
         return False
+
+
+def _autocast(device_type: str) -> AbstractContextManager:
+    # As Lightning has it: with cached casts, gradients of a vector that is used twice would be summed in BF16.
+    return torch.autocast(device_type, dtype=torch.bfloat16, cache_enabled=False)
+
+
+def _convert_arguments(_module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    return _to_bf16(args), _to_bf16(kwargs)
 
 
 def _callable_parts(module: nn.Module, depth: int) -> Generator[nn.Module, None, None]:

@@ -19,8 +19,12 @@ from lightning_cpu_offload.offload.region import Region
 from lightning_cpu_offload.offload.transfer import make_engine
 from lightning_cpu_offload.offload.watch import Watch
 
-DtypeRule = Callable[[nn.Module, Tensor], torch.dtype]
-"""The dtype a parameter or buffer of a module is computed with on the device."""
+DtypeRule = Callable[[nn.Module, Tensor, bool], torch.dtype]
+"""The dtype a parameter or buffer of a module is held in on the device.
+
+The third argument says whether others may write to it while it is held, in steps too small for BF16: while training,
+all that no optimizer of the module steps (the weights of a momentum teacher, or of another library).
+"""
 
 
 @dataclass(frozen=True)
@@ -66,12 +70,13 @@ class Attachment:
         self.memory = HostMemory()
         self.threads = ThreadPool(settings.cpu_threads)
         self._device = device
-        self._dtypes = {tensor: rule(owner, tensor) for owner, tensor in _tensors(module)}
+        self._rule = rule
+        self._owners = {tensor: owner for owner, tensor in _tensors(module)}
         self._names = dict(_names(module))
-        self._order = {tensor: index for index, tensor in enumerate(self._dtypes)}
+        self._order = {tensor: index for index, tensor in enumerate(self._owners)}
         self._masters: dict[Tensor, Master] = {}
         self._regions: list[Region] = []
-        self._slot_bytes = _slot_bytes(self._dtypes)
+        self._slot_bytes = _slot_bytes(module)
         self.optimizers: list[HookedOptimizer] = []
         self._hooks = StateDictHooks(module, self._masters)
         self.pipeline: Pipeline | None = None
@@ -82,6 +87,12 @@ class Attachment:
         except BaseException:
             self.detach()
             raise
+
+    def rebind(self) -> None:
+        """Before a step: FP32 data that was put in place of a compute copy is adopted, so that the step can compute."""
+        for master in self._masters.values():
+            if master.tensor.dtype != master.view.dtype:
+                master.adopt()
 
     @property
     def num_parameters(self) -> int:
@@ -128,35 +139,45 @@ class Attachment:
             )
             self.optimizers.append(hooked)
 
-    def _build_regions(self, parameters: Sequence[tuple[int, Tensor]]) -> dict[Region, int]:
+    def _build_regions(self, parameters: Sequence[tuple[int, Tensor]]) -> list[Region]:
         """Regions for parameters given with their group; those that are not ours to step get none."""
         together: dict[tuple[int, torch.dtype], list[Master]] = {}
         for group, parameter in sorted(parameters, key=lambda item: self._order.get(item[1], -1)):
-            dtype = self._dtypes.get(parameter)
-            if dtype in (torch.float32, torch.bfloat16):
-                if parameter not in self._masters:
-                    self._masters[parameter] = Master(self._names[parameter], parameter)
-                together.setdefault((group, dtype), []).append(self._masters[parameter])
-        regions = {
-            Region(masters, dtype, self._device, self.memory, self._slot_bytes): group
-            for (group, dtype), masters in together.items()
-        }
+            if parameter in self._owners and parameter.dtype in (torch.float32, torch.bfloat16):
+                dtype = self._rule(self._owners[parameter], parameter, False)
+                together.setdefault((group, dtype), []).append(self._master(parameter))
+        regions = [
+            Region(masters, dtype, self._device, self.memory, self._slot_bytes)
+            for (_, dtype), masters in together.items()
+        ]
         self._regions.extend(regions)
         return regions
+
+    def _master(self, tensor: Tensor) -> Master:
+        if tensor in self._masters:
+            self._masters[tensor].adopt()  # frozen until now: what was written to it counts
+        else:
+            self._masters[tensor] = Master(self._names[tensor], tensor)
+        return self._masters[tensor]
 
     @torch.no_grad()
     def _convert_rest(self) -> None:
         """What no optimizer steps: to the device, and into the compute dtype with the original kept on the host."""
-        for tensor, dtype in self._dtypes.items():
+        training = self.pipeline is not None
+        unowned = []
+        for tensor, owner in self._owners.items():
             if tensor in self._masters:
                 continue
-            if tensor.requires_grad and dtype == tensor.dtype and self.optimizers:
-                _warn_unowned(self._names[tensor])
+            if training and tensor.requires_grad:
+                unowned.append(self._names[tensor])
+            dtype = self._rule(owner, tensor, training)
             if dtype == tensor.dtype:
                 tensor.data = tensor.data.to(self._device)
             else:
-                self._masters[tensor] = Master(self._names[tensor], tensor)
-                self._masters[tensor].bind(tensor.data.to(self._device, dtype))
+                master = self._master(tensor)
+                master.bind(tensor.data.to(self._device, dtype))
+        if unowned:
+            _warn_unowned(unowned)
 
 
 def _tensors(module: nn.Module) -> Iterable[tuple[nn.Module, Tensor]]:
@@ -188,15 +209,15 @@ def _require_one_owner(module: nn.Module, optimizers: Sequence[torch.optim.Optim
                 )
 
 
-def _slot_bytes(dtypes: dict[Tensor, torch.dtype]) -> int:
+def _slot_bytes(module: nn.Module) -> int:
     """The usual size of a staging buffer, less for a model that is smaller; a multiple of any element's size."""
-    total = sum(tensor.numel() * dtype.itemsize for tensor, dtype in dtypes.items() if isinstance(tensor, nn.Parameter))
+    total = sum(parameter.nbytes for parameter in module.parameters())
     return min(SLOT_BYTES, max(8, -(-total // 8) * 8))
 
 
-def _warn_unowned(name: str) -> None:
+def _warn_unowned(names: list[str]) -> None:
     warnings.warn(
-        f"{name} requires gradients but is in no optimizer, so it stays as it is on the device. Freeze it with "
-        "requires_grad_(False), or add it to an optimizer.",
+        f"{len(names)} parameters, the first of them {names[0]!r}, require gradients but are in no optimizer: they are "
+        "not trained here. Freeze them with requires_grad_(False), or add them to an optimizer.",
         stacklevel=2,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,9 @@ from lightning_cpu_offload.kernels.threads import ThreadPool
 from lightning_cpu_offload.offload.plan import Chunk
 from lightning_cpu_offload.offload.region import Region
 from lightning_cpu_offload.offload.transfer import words
+
+Due = tuple[int, int]
+"""The step a parameter is about to make: its number, from 1, and the index of its parameter group."""
 
 
 @dataclass(frozen=True)
@@ -65,45 +69,51 @@ class FusedAdamW:
 
     Args:
         optimizer: The user's AdamW or Adam.
-        groups: Index of the parameter group of each region; the caller adds regions as parameters are added.
+        regions: Everything it steps; the caller adds regions as parameters are added.
         threads: The pool the kernel runs on.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, groups: dict[Region, int], threads: ThreadPool) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, regions: list[Region], threads: ThreadPool) -> None:
         self._optimizer = optimizer
+        self._regions = regions
         self._threads = threads
-        self._groups = groups
-        self._settings: dict[Region, Hyperparameters] = {}
-        self._steps: dict[Region, list[int]] = {}
+        self._views: dict[Region, dict[int, tuple[Tensor, Tensor]]] = {}
+        self._settings: list[Hyperparameters] = []
+        self._due: dict[Region, list[Due | None]] = {}
 
     def begin(self) -> None:
         """Count the step of every parameter that has a gradient and read the settings of every group."""
-        for region, group in self._groups.items():
+        groups = self._optimizer.param_groups
+        self._settings = [Hyperparameters.of(self._optimizer, group) for group in groups]
+        # Asked anew each time: users move parameters between groups and take them out.
+        group_of = {parameter: index for index, group in enumerate(groups) for parameter in group["params"]}
+        for region in self._regions:
             region.allocate_moments()
-            self._settings[region] = Hyperparameters.of(self._optimizer, self._optimizer.param_groups[group])
-            self._steps[region] = [self._count(region, index) for index in range(len(region.masters))]
+            self._due[region] = [
+                self._count(region, index, group_of.get(master.tensor)) for index, master in enumerate(region.masters)
+            ]
 
     def work(self, region: Region, chunk: Chunk, staged: Tensor) -> Sequence[tuple[int, int]]:
         """Step one chunk in place: staged gradients in, staged weights out."""
         ranges = []
-        for start, stop, step in self._runs(region, chunk):
-            self._step(region, start, stop, step, staged[start - chunk.start : stop - chunk.start])
+        for start, stop, due in self._runs(region, chunk):
+            self._step(region, start, stop, due, staged[start - chunk.start : stop - chunk.start])
             ranges.append((start, stop))
         return ranges
 
     def adopt_state(self) -> None:
         """Take state that was loaded into the optimizer, in ordinary tensors, into the arenas."""
-        for region in self._groups:
+        for region in self._regions:
             for index, master in enumerate(region.masters):
                 state = self._optimizer.state.get(master.tensor)
                 if state:
                     self._attach(region, index, state)
 
-    def _count(self, region: Region, index: int) -> int:
-        """The number of the step about to be made for a parameter, or 0 if it is not stepped."""
+    def _count(self, region: Region, index: int, group: int | None) -> Due | None:
+        """The step about to be made for a parameter, None if it has no gradient or has left the optimizer."""
         tensor = region.masters[index].tensor
-        if tensor.grad is None:
-            return 0
+        if tensor.grad is None or group is None:
+            return None
         if tensor.grad.is_sparse:
             raise RuntimeError(
                 f"{region.masters[index].name}: {type(self._optimizer).__name__} does not support sparse gradients. "
@@ -112,40 +122,44 @@ class FusedAdamW:
         state = self._optimizer.state[tensor]
         if not state:
             state["step"] = torch.tensor(0.0)
+        exp_avg, exp_avg_sq = self._view(region, index)
+        if state.get("exp_avg") is not exp_avg or state.get("exp_avg_sq") is not exp_avg_sq:
             self._attach(region, index, state)
         state["step"] += 1
-        return int(state["step"].item())
+        return int(state["step"].item()), group
+
+    def _view(self, region: Region, index: int) -> tuple[Tensor, Tensor]:
+        views = self._views.setdefault(region, {})
+        if index not in views:
+            region.allocate_moments()
+            assert region.exp_avg is not None
+            assert region.exp_avg_sq is not None
+            views[index] = region.view(region.exp_avg, index), region.view(region.exp_avg_sq, index)
+        return views[index]
 
     def _attach(self, region: Region, index: int, state: dict[str, Any]) -> None:
-        region.allocate_moments()
-        for name, arena in (("exp_avg", region.exp_avg), ("exp_avg_sq", region.exp_avg_sq)):
-            assert arena is not None
-            view = region.view(arena, index)
-            if name in state:
-                view.copy_(state[name])
-            else:
+        """Make a parameter's state live in the arenas, with the values it has, or zeros."""
+        for name, view in zip(("exp_avg", "exp_avg_sq"), self._view(region, index), strict=True):
+            if name not in state:
                 view.zero_()
+            elif state[name] is not view:
+                view.copy_(state[name])
             state[name] = view
         step = state["step"]
         state["step"] = step.to("cpu", torch.float32) if isinstance(step, Tensor) else torch.tensor(float(step))
 
-    def _runs(self, region: Region, chunk: Chunk) -> Iterator[tuple[int, int, int]]:
-        """Neighbouring pieces that make the same step, joined: start, stop and step count."""
-        start, stop, step = chunk.start, chunk.start, 0
-        for piece in chunk.pieces:
-            own = self._steps[region][piece.index]
-            if own != step:
-                if step:
-                    yield start, stop, step
-                start, step = piece.start, own
-            stop = piece.stop
-        if step:
-            yield start, stop, step
+    def _runs(self, region: Region, chunk: Chunk) -> Iterator[tuple[int, int, Due]]:
+        """Neighbouring pieces that make the same step with the same settings, joined."""
+        for due, pieces in groupby(chunk.pieces, key=lambda piece: self._due[region][piece.index]):
+            if due is not None:
+                joined = list(pieces)
+                yield joined[0].start, joined[-1].stop, due
 
-    def _step(self, region: Region, start: int, stop: int, step: int, staged: Tensor) -> None:
+    def _step(self, region: Region, start: int, stop: int, due: Due, staged: Tensor) -> None:
         assert region.exp_avg is not None
         assert region.exp_avg_sq is not None
-        settings = vars(self._settings[region])
+        step, group = due
+        settings = vars(self._settings[group])
         if kernels.available():
             kernels.adamw(
                 region.master.array[start:stop],

@@ -32,7 +32,7 @@ from lightning_cpu_offload.offload.plan import Chunk
 from lightning_cpu_offload.offload.region import Region
 from lightning_cpu_offload.offload.watch import Watch
 
-RegionBuilder = Callable[[Sequence[tuple[int, Tensor]]], dict[Region, int]]
+RegionBuilder = Callable[[Sequence[tuple[int, Tensor]]], list[Region]]
 
 
 class HookedOptimizer:
@@ -45,6 +45,9 @@ class HookedOptimizer:
         pipeline: Moves gradients and weights.
         watch: Notices what others write into the weights.
         threads: The pool for host work.
+
+    Attributes:
+        regions: Everything this optimizer steps on the host.
     """
 
     def __init__(
@@ -61,8 +64,8 @@ class HookedOptimizer:
         self._order = order
         self._pipeline = pipeline
         self._watch = watch
-        self._groups: dict[Region, int] = {}
-        self._fused = FusedAdamW(optimizer, self._groups, threads) if is_adam(optimizer) else None
+        self.regions: list[Region] = []
+        self._fused = FusedAdamW(optimizer, self.regions, threads) if is_adam(optimizer) else None
         self._known: set[Tensor] = set()
         self._masters: dict[Tensor, Tensor] = {}
         self._chunks: list[tuple[Region, Chunk]] = []
@@ -76,13 +79,10 @@ class HookedOptimizer:
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
             optimizer.register_load_state_dict_pre_hook(self._before_load),
-            optimizer.register_load_state_dict_post_hook(self._after_load),
+            optimizer.register_load_state_dict_post_hook(self._after_load, prepend=True),
         ]
-
-    @property
-    def regions(self) -> list[Region]:
-        """Everything this optimizer steps on the host."""
-        return list(self._groups)
+        # The user's own post-hooks come after ours: they expect the step to be over.
+        optimizer._optimizer_step_post_hooks.move_to_end(self._handles[1].id, last=False)  # type: ignore[attr-defined]
 
     @property
     def is_fused(self) -> bool:
@@ -118,12 +118,14 @@ class HookedOptimizer:
         self._warn_without_gradients()
         if self._fused is not None and self.is_fused:
             self._fused.begin()
+            self._masters_lead()
             self._pipeline.run(self._stepped_chunks(), self._fused.work)
-            self._remember()
+            self._settle()
             self._hide_parameters()
             self._engaged = "kernel"
         else:
             self._collect_gradients()
+            self._masters_lead()
             self._borrow_group_values()
             self._exchange(self._masters)
             self._engaged = "body"
@@ -144,7 +146,7 @@ class HookedOptimizer:
             self._return_group_values()
             self._keep_in_arena()
             self._pipeline.run(self._chunks, _round_masters, fetch=False)
-            self._remember()
+            self._settle()
         self._pipeline.report.total_ms = (time.perf_counter() - self._began) * 1e3
 
     def _before_step(self, _optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -172,6 +174,7 @@ class HookedOptimizer:
         # torch casts loaded state to the dtype and device of the parameters it finds: it must find the masters.
         self.disengage()
         if _fits(self.optimizer, state_dict):
+            self._admit(with_state=_parameters_with_state(self.optimizer, state_dict))
             self._exchange(self._masters)
 
     def _after_load(self, _optimizer: Any) -> None:
@@ -179,22 +182,24 @@ class HookedOptimizer:
         self._own_state(self._masters)
         self._allocate()
 
-    def _admit(self) -> None:
+    def _admit(self, with_state: Iterable[Tensor] = ()) -> None:
         """Take in parameters that are to be stepped by now: at first what is trained, later what is added or unfrozen.
 
-        A frozen parameter in an optimizer costs nothing on the host.
+        A frozen parameter in an optimizer costs nothing on the host, unless it has state.
         """
+        stateful = set(with_state)
         new = [
             (index, parameter)
             for index, group in enumerate(self.optimizer.param_groups)
             for parameter in group["params"]
-            if parameter not in self._known and (parameter.requires_grad or parameter.grad is not None)
+            if parameter not in self._known
+            and (parameter.requires_grad or parameter.grad is not None or parameter in stateful)
         ]
         if not new:
             return
         self._known.update(parameter for _, parameter in new)
         added = self._build(new)
-        self._groups.update(added)
+        self.regions.extend(added)
         masters = {master.tensor: nn.Parameter(master.host) for region in added for master in region.masters}
         self._masters.update(masters)
         self._chunks = _in_forward_order(self.regions, self._order)
@@ -246,8 +251,16 @@ class HookedOptimizer:
             if any(region.has_gradient(piece) for piece in chunk.pieces)
         ]
 
-    def _remember(self) -> None:
+    def _masters_lead(self) -> None:
+        """From here to `_settle` the compute copies are old: whoever looks in between, or interrupts, gets masters."""
         for region in self.regions:
+            for master in region.masters:
+                master.ahead = True
+
+    def _settle(self) -> None:
+        for region in self.regions:
+            for master in region.masters:
+                master.settle()
             self._watch.remember(region)
 
     def _parameters(self) -> dict[Tensor, Tensor]:
@@ -328,6 +341,11 @@ def _on_host(name: str, value: Any) -> Any:
     if isinstance(value, Tensor) and value.device.type != "cpu":
         return value.to("cpu")
     return value
+
+
+def _parameters_with_state(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> list[Tensor]:
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return [parameter for index, parameter in enumerate(parameters) if index in state_dict["state"]]
 
 
 def _fits(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> bool:

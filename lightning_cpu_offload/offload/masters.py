@@ -3,11 +3,11 @@
 While the module is attached, a parameter keeps its identity but its data is a compute copy: BF16, on the device.
 The value that counts is its master on the host. Three rules hold it together:
 
-* what leaves the module through `state_dict` is the master;
+* what leaves the module through `state_dict` is the master, with what others wrote into the copy since the last step;
 * what enters it through `load_state_dict` reaches the master unrounded;
-* what anybody else writes into the compute copy is adopted by the master before the master is used again. An
-  element is adopted where it differs from what the master rounds to, so a value that was merely written back
-  leaves the master alone; a tensor of higher precision put in place of the copy is adopted as a whole.
+* what others wrote into the copy is adopted by the master when the next step begins, and not before: a value that was
+  exchanged and put back leaves no trace. An element is adopted where it differs from what the master rounds to; a
+  tensor of higher precision put in place of the copy is adopted as a whole.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ class Master:
         tensor: The module's own object; its data is the compute copy while attached.
         host: The value that counts, on the CPU: FP32 for what is trained, the module's own tensor for the rest.
         view: The compute copy, on the device.
+        ahead: The host was stepped, and its new value is not yet in the compute copy.
     """
 
     def __init__(self, name: str, tensor: Tensor) -> None:
@@ -36,14 +37,21 @@ class Master:
         self.tensor = tensor
         self.host = tensor.detach().to("cpu")
         self.view = self.host
+        self.ahead = False
         self._dtype = tensor.dtype
-        self._version = tensor._version
+        self.settle()
 
     def bind(self, view: Tensor) -> None:
         """Make `view` what the module computes with; its values must be those of the master."""
         self.view = view
         self.tensor.data = view
+        self.settle()
+
+    def settle(self) -> None:
+        """Master and compute copy agree as they are now: only later writes are news."""
+        self.ahead = False
         self._version = self.tensor._version
+        self._host_version = self.host._version
 
     def replaced(self) -> bool:
         """Whether the module's data is no longer the compute copy but something put in its place."""
@@ -51,38 +59,56 @@ class Master:
         return data.data_ptr() != self.view.data_ptr() or data.dtype != self.view.dtype or data.shape != self.view.shape
 
     def written(self) -> bool:
-        """Whether torch saw a write since the last `bind` or `adopt`; it does not see writes through `.data`."""
-        return self.replaced() or self.tensor._version != self._version
+        """Whether torch saw a write to either side; it does not see writes through `.data`."""
+        return self._host_leads() or self.tensor._version != self._version or self.replaced()
+
+    @torch.no_grad()
+    def current(self) -> Tensor:
+        """The value as it counts now, on the host: the master itself, or a new tensor where others wrote."""
+        data = self.tensor.data
+        if self._host_leads() or data.shape != self.host.shape:
+            return self.host
+        value = data.to("cpu")
+        if value.dtype == self.view.dtype != self.host.dtype:
+            differs = words(value) != words(self.host.to(value.dtype))
+            return torch.where(differs, value.to(self.host.dtype), self.host) if differs.any() else self.host
+        value = value.to(self.host.dtype)
+        return self.host if torch.equal(words(value), words(self.host)) else value
 
     @torch.no_grad()
     def adopt(self) -> None:
-        """Take over what was written into the compute copy, and bind the copy again if it was replaced."""
+        """Make both sides agree: the master takes over what others wrote, or the copy what only the host has."""
         data = self.tensor.data
         if data.shape != self.host.shape:
             raise RuntimeError(
                 f"{self.name}: its data was replaced by a tensor of shape {tuple(data.shape)}, but the optimizer holds "
                 f"one of {tuple(self.host.shape)}. Change shapes before training, or register a new parameter."
             )
-        self.assign(data)
-        if self.replaced():
+        value = self.current()
+        if value is not self.host:
+            self.host.copy_(value)
+        if self._host_leads() or self.replaced():
             self.view.copy_(self.host)
-            self.bind(self.view)
-        self._version = self.tensor._version
+        self.bind(self.view)
 
     @torch.no_grad()
-    def assign(self, value: Tensor) -> None:
-        """Give the master a new value; where `value` is only its rounding, the master stays."""
+    def load(self, value: Tensor) -> None:
+        """Take over a value on its way into the module; where it is only the master's rounding, the master stays."""
         value = value.detach().to("cpu")
-        if value.dtype == self.host.dtype or value.dtype != self.view.dtype:
-            self.host.copy_(value)
-            return
-        differs = words(value) != words(self.host.to(value.dtype))
-        self.host.copy_(torch.where(differs, value.to(self.host.dtype), self.host))
+        if value.dtype == self.view.dtype != self.host.dtype:
+            differs = words(value) != words(self.host.to(value.dtype))
+            value = torch.where(differs, value.to(self.host.dtype), self.host)
+        self.host.copy_(value)
+        self._host_version = self.host._version
 
     def restore(self) -> None:
         """Give the module its value back in the dtype it came with; gradients of the compute copy are dropped."""
         self.tensor.grad = None
         self.tensor.data = self.host if self.host.dtype == self._dtype else self.host.to(self._dtype)
+
+    def _host_leads(self) -> bool:
+        # The version moves when someone writes into a tensor that `state_dict` returned: in a plain run, the weight.
+        return self.ahead or self.host._version != self._host_version
 
 
 class Live:
@@ -112,33 +138,49 @@ class StateDictHooks:
     """
 
     def __init__(self, module: nn.Module, masters: dict[Tensor, Master]) -> None:
+        self._module = module
         self._masters = masters
+        self._dtypes = {(owner, name): tensor.dtype for owner, name, tensor in _named_tensors(module)}
         self._handles = []
         for owner in module.modules():
-            if any(True for _ in _own_tensors(owner)):
-                self._handles.append(owner.register_state_dict_post_hook(Live(self._on_save)))
-                self._handles.append(owner.register_load_state_dict_pre_hook(Live(self._on_load)))
+            self._handles.append(owner.register_state_dict_post_hook(Live(self._on_save)))
+            self._handles.append(owner.register_load_state_dict_pre_hook(Live(self._on_load)))
 
     def remove(self) -> None:
-        """Take the hooks off."""
+        """Take the hooks off; tensors made in the compute dtype during training become what a plain run has."""
         for handle in self._handles:
             handle.remove()
+        for owner, name, tensor in _named_tensors(self._module):
+            if tensor not in self._masters and self._made_in_compute_dtype(owner, name, tensor):
+                tensor.data = tensor.data.float()
 
     def _on_save(self, owner: nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: Any) -> None:
         for name, tensor in _own_tensors(owner):
-            master, saved = self._masters.get(tensor), state_dict.get(prefix + name)
+            saved = state_dict.get(prefix + name)
             # A module may save something else under the name, and `keep_vars=True` asks for the object itself.
-            if master and saved is not None and saved is not tensor and saved.data_ptr() == tensor.data_ptr():
-                master.adopt()
-                state_dict[prefix + name] = master.host
+            if saved is None or saved is tensor or saved.data_ptr() != tensor.data_ptr():
+                continue
+            if tensor in self._masters:
+                state_dict[prefix + name] = self._masters[tensor].current()
+            elif self._made_in_compute_dtype(owner, name, tensor):
+                state_dict[prefix + name] = saved.float()
 
     def _on_load(self, owner: nn.Module, state_dict: dict[str, Any], prefix: str, *_unused: Any) -> None:
         for name, tensor in _own_tensors(owner):
             master, value = self._masters.get(tensor), state_dict.get(prefix + name)
             if master and isinstance(value, Tensor) and value.shape == master.host.shape:
-                master.assign(value)
+                master.load(value)
+
+    def _made_in_compute_dtype(self, owner: nn.Module, name: str, tensor: Tensor) -> bool:
+        """Whether it came during training, made of BF16 weights: a pruning mask, a buffer assigned anew."""
+        return tensor.dtype == torch.bfloat16 and self._dtypes.get((owner, name), torch.float32) == torch.float32
 
 
 def _own_tensors(owner: nn.Module) -> Iterable[tuple[str, Tensor]]:
     for named in (owner._parameters, owner._buffers):
         yield from ((name, tensor) for name, tensor in named.items() if tensor is not None)
+
+
+def _named_tensors(module: nn.Module) -> Iterable[tuple[nn.Module, str, Tensor]]:
+    for owner in module.modules():
+        yield from ((owner, name, tensor) for name, tensor in _own_tensors(owner))

@@ -38,7 +38,7 @@ class HostArena:
         """A view of the elements from `start`, with its own storage of exactly its own size."""
         numel = int(np.prod(shape, dtype=np.int64))
         if numel == 0:
-            return torch.empty(tuple(shape))
+            return torch.empty(tuple(shape), dtype=torch.float32, device="cpu")
         flat = torch.frombuffer(self._map, dtype=torch.float32, offset=start * _FLOAT_BYTES, count=numel)
         return flat.as_strided(tuple(shape), tuple(stride))
 
@@ -73,13 +73,10 @@ class HostMemory:
         return arena
 
     def staging(self, nbytes: int, pin: bool) -> Tensor:
-        """A staging buffer, uint8[nbytes], page-locked if `pin`; RuntimeError where the machine refuses."""
+        """Staging memory, uint8[nbytes], page-locked if `pin`; RuntimeError where the machine refuses."""
+        buffer = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=pin)
         self._count("ring", nbytes)
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=pin)
-
-    def release(self, name: str) -> None:
-        """Stop counting `name`: its owner let go of it."""
-        self.bytes_by_name.pop(name, None)
+        return buffer
 
     def _count(self, name: str, nbytes: int) -> None:
         self.bytes_by_name[name] = self.bytes_by_name.get(name, 0) + nbytes
@@ -99,12 +96,11 @@ def allocate_ring(memory: HostMemory, depth: int, nbytes: int, pin: bool | str) 
     """
     if pin:
         try:
-            return [memory.staging(nbytes, pin=True) for _ in range(depth)], True
+            return _split(memory.staging(depth * nbytes, pin=True), nbytes), True
         except RuntimeError as error:
-            memory.release("ring")
             if pin != "auto":
                 raise RuntimeError(
-                    f"pin_memory=True: page-locking {depth} x {nbytes} bytes was refused ({error}). "
+                    f"pin_memory=True: page-locking {depth * nbytes} bytes was refused ({error}). "
                     'Use pin_memory="auto" or False, or raise the limit of locked memory.'
                 ) from error
             warnings.warn(
@@ -112,7 +108,12 @@ def allocate_ring(memory: HostMemory, depth: int, nbytes: int, pin: bool | str) 
                 "so copies no longer overlap with the optimizer step. Raise the limit of locked memory to mend it.",
                 stacklevel=2,
             )
-    return [memory.staging(nbytes, pin=False) for _ in range(depth)], False
+    return _split(memory.staging(depth * nbytes, pin=False), nbytes), False
+
+
+def _split(buffer: Tensor, nbytes: int) -> list[Tensor]:
+    # One allocation: a ring refused halfway would leave its first buffers page-locked in torch's cache.
+    return list(buffer.split(nbytes))
 
 
 def _map(nbytes: int) -> mmap.mmap:

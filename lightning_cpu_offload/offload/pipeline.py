@@ -86,6 +86,18 @@ class Pipeline:
             work: The host's part.
             fetch: Bring the gradients in first; else `work` finds the staged values undefined.
         """
+        try:
+            self._run(chunks, work, fetch)
+        except BaseException:
+            # Hazard: what is still queued would write into slots and weights after control has left.
+            self.engine.synchronize()
+            raise
+
+    def new_report(self) -> None:
+        """Begin to count a new step."""
+        self.report = StepReport()
+
+    def _run(self, chunks: Sequence[tuple[Region, Chunk]], work: HostWork, fetch: bool) -> None:
         # Hazard: a gradient would leave before backward, still queued on the device, has written it; and a weight
         # would be overwritten while that backward still reads it.
         self.engine.record(self._ready, "compute")
@@ -103,10 +115,6 @@ class Pipeline:
         # Hazard: the next forward would read weights that have not returned yet.
         self.engine.record(self._done, "h2d")
         self.engine.wait("compute", self._done)
-
-    def new_report(self) -> None:
-        """Begin to count a new step."""
-        self.report = StepReport()
 
     def _fetch(self, slot: Slot, region: Region, chunk: Chunk) -> None:
         if slot.busy:

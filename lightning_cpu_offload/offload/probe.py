@@ -18,8 +18,13 @@ def require_host_step(optimizer: torch.optim.Optimizer) -> None:
     says; any other failure is left to show itself in the real step, where the user's parameters are at hand.
 
     Raises:
-        ValueError: The optimizer runs on an accelerator only.
+        ValueError: The optimizer runs on an accelerator only, or its `step` cannot be hooked.
     """
+    if not hasattr(optimizer, "_optimizer_step_post_hooks") or not getattr(type(optimizer).step, "hooked", False):
+        raise ValueError(
+            f"optimizer={_name(optimizer)}: its step does not run torch's optimizer hooks, by which the host steps. "
+            "Call torch.optim.Optimizer.__init__ in its constructor, or use a torch optimizer."
+        )
     if type(optimizer).__module__.startswith("torch.optim"):
         return
     try:
@@ -29,11 +34,15 @@ def require_host_step(optimizer: torch.optim.Optimizer) -> None:
         return  # the stand-in is too simple for it
     except Exception as error:
         if isinstance(error, AssertionError) or _DEVICE_WORDS.search(str(error)):
-            name = f"{type(optimizer).__module__}.{type(optimizer).__name__}"
             raise ValueError(
-                f"optimizer={name}: it cannot step parameters in host memory ({error or 'assertion failed'}). Use one "
-                "that runs on the CPU, such as torch.optim.AdamW, or strategy='auto' to keep the state on the device."
+                f"optimizer={_name(optimizer)}: it cannot step parameters in host memory "
+                f"({error or 'assertion failed'}). Use one that runs on the CPU, such as torch.optim.AdamW, or "
+                "strategy='auto' to keep the state on the device."
             ) from error
+
+
+def _name(optimizer: torch.optim.Optimizer) -> str:
+    return f"{type(optimizer).__module__}.{type(optimizer).__name__}"
 
 
 def _stand_in(optimizer: torch.optim.Optimizer) -> Any:

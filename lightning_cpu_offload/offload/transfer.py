@@ -14,6 +14,7 @@ runs on both.
 
 from __future__ import annotations
 
+import warnings
 from typing import Any, Literal, Protocol
 
 import torch
@@ -48,7 +49,7 @@ class Engine(Protocol):
 
 
 class InlineEngine(Engine):
-    """The engine of a CPU "device": copies happen when they are asked for."""
+    """The engine of a CPU "device": copies happen when they are asked for, and block until they have."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -118,7 +119,16 @@ class AcceleratorEngine(Engine):
 
 def make_engine(device: torch.device) -> Engine:
     """The engine for a device."""
-    return InlineEngine(device) if device.type == "cpu" else AcceleratorEngine(device)
+    if device.type == "cpu":
+        return InlineEngine(device)
+    try:
+        return AcceleratorEngine(device)
+    except (NotImplementedError, RuntimeError) as error:
+        warnings.warn(
+            f"torch has no streams for {device} ({error}); transfers block, and nothing overlaps with them.",
+            stacklevel=2,
+        )
+        return InlineEngine(device)
 
 
 def words(tensor: Tensor) -> Tensor:
