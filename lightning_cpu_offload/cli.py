@@ -121,7 +121,9 @@ def report(trainer: pl.Trainer, model: pl.LightningModule, recorder: RunRecorder
         rows["ratio of after to before"] = f"{loss / recorder.loss_before:.4f}"
     if recorder.seconds:
         rows[f"{recorder.unit}/s"] = f"{recorder.items / recorder.seconds:.1f}"
-    rows["peak RSS"] = f"{peak_rss()} bytes, {peak_rss() / count_parameters(model):.2f} bytes per parameter"
+    rows["peak RSS"] = f"{peak_rss()} bytes"
+    if parameters := count_parameters(model):
+        rows["peak RSS"] += f", {peak_rss() / parameters:.2f} bytes per parameter"
     rows.update(_places(trainer))
     return [f"{name}: {value}" for name, value in rows.items()]
 

@@ -227,7 +227,7 @@ class HookedOptimizer:
                     state[name] = value.detach().to("cpu", copy=True)
 
     def _warn_without_gradients(self) -> None:
-        if not self._warned and not self._stepped_chunks():
+        if self._masters and not self._warned and not self._stepped_chunks():
             self._warned = True
             warnings.warn(
                 f"{type(self.optimizer).__name__}.step() found no gradient in any of its {len(self._masters)} "

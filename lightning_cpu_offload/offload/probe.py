@@ -28,7 +28,7 @@ def require_host_step(optimizer: torch.optim.Optimizer) -> None:
     if type(optimizer).__module__.startswith("torch.optim"):
         return
     try:
-        with torch.enable_grad():
+        with torch.enable_grad(), torch.random.fork_rng(devices=[]):
             type(optimizer).step(_stand_in(optimizer), lambda: 0.0)
     except (AttributeError, KeyError, TypeError):
         return  # the stand-in is too simple for it

@@ -18,6 +18,7 @@ from lightning_cpu_offload.offload.region import Region
 from lightning_cpu_offload.offload.transfer import words
 
 _COLUMNS = 1024
+_LOW_31_BITS = (1 << 31) - 1  # torch shifts int64 arithmetically
 
 
 class Watch:
@@ -49,24 +50,23 @@ class Watch:
 
 
 def fingerprint(bits: Tensor) -> Tensor:
-    """A position-dependent 64-bit sum of an integer vector's bits; int64 scalar on the vector's device.
+    """A position-dependent 64-bit hash of an integer vector's bits; int64 scalar on the vector's device.
 
-    The bits are taken eight bytes at a time (a narrower sum would first widen a copy of them all), as a table whose
-    row sums and column sums are then weighted by pseudo-random numbers.
+    The bits are summed eight bytes at a time (a narrower sum would first widen a copy of them all), along the rows and
+    along the columns of a table; each sum is then mixed with its place by the finalizer of MurmurHash3, since sums
+    that are only weighted lose the top bits of a word.
     """
     ratio = 8 // bits.element_size()
-    whole = bits.numel() // ratio * ratio if bits.storage_offset() % ratio == 0 else 0
-    wide, rest = (bits[:whole].view(torch.int64), bits[whole:].long()) if whole else (bits.long(), bits[:0].long())
+    if bits.storage_offset() % ratio:
+        bits = bits.clone()
+    whole = bits.numel() // ratio * ratio
+    wide = bits[:whole].view(torch.int64)
     body = wide.numel() // _COLUMNS * _COLUMNS
     table = wide[:body].view(-1, _COLUMNS)
     columns = table.sum(dim=0)
     columns[: wide.numel() - body] += wide[body:]
-    sums = torch.cat([columns, rest, table.sum(dim=1)])
-    return (sums * _weights(sums)).sum()
-
-
-def _weights(like: Tensor) -> Tensor:
-    weights = torch.arange(1, like.numel() + 1, device=like.device, dtype=torch.int64)
-    for factor in (0x9E3779B97F4A7C1, 0x4CF5AD432745937):
-        weights = (weights ^ (weights >> 29)) * factor
-    return weights | 1
+    sums = torch.cat([columns, table.sum(dim=1), bits[whole:].long()])
+    mixed = sums + torch.arange(1, sums.numel() + 1, device=bits.device) * 0x1E3779B97F4A7C15
+    for factor in (-0xAE502812AA7333, -0x3B314601E57A13AD):
+        mixed = (mixed ^ (mixed >> 33 & _LOW_31_BITS)) * factor
+    return (mixed ^ (mixed >> 33 & _LOW_31_BITS)).sum()
