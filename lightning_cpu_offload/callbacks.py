@@ -110,7 +110,7 @@ def _record(offload: Attachment, grad_norm: Tensor | None, device: torch.device)
     }
     if grad_norm is not None:
         record["offload/grad_norm"] = float(grad_norm)
-    if device.type != "cpu":
+    if device.type != "cpu" and hasattr(torch.accelerator, "max_memory_allocated"):  # torch 2.9
         record["offload/device_peak_bytes"] = float(torch.accelerator.max_memory_allocated(device))
         torch.accelerator.reset_peak_memory_stats(device)
     return record

@@ -90,15 +90,15 @@ class PrecisionHooks(Base):
 
         Args:
             module: Already converted.
-            before_step: Called when a step begins.
+            before_step: Called when a step begins that computes in BF16 only.
         """
-        self._before_step = before_step
         if self.precision == "bf16-mixed":
             self._outside = OutsideSteps(self._device_type)
             for part in _callable_parts(module, _CALLABLE_DEPTH):
                 self._handles.append(part.register_forward_pre_hook(self._outside.enter))
                 self._handles.append(part.register_forward_hook(self._outside.leave, always_call=True))
         elif self.precision == "bf16-true":
+            self._before_step = before_step
             self._handles.append(module.register_forward_pre_hook(_convert_arguments, with_kwargs=True))
             for part in module.modules():
                 if "_dtype" in vars(part):  # what `module.dtype` answers
@@ -130,9 +130,9 @@ class PrecisionHooks(Base):
     @override
     def forward_context(self) -> Generator[None, None, None]:
         """Surrounds each step: autocast for `"bf16-mixed"`, BF16 as default dtype for `"bf16-true"`."""
-        if self._before_step is not None:
-            self._before_step()
         if self.precision == "bf16-true":
+            if self._before_step is not None:
+                self._before_step()
             default = torch.get_default_dtype()
             torch.set_default_dtype(torch.bfloat16)
             try:

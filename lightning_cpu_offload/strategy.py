@@ -180,7 +180,7 @@ class StrategyHooks(Base):
         assert module is not None
         rule = self.precision_plugin.dtype_of
         self._attachment = Attachment(module, optimizers, self.root_device, rule, self._settings)
-        self.precision_plugin.attach(module, self._attachment.rebind)
+        self.precision_plugin.attach(module, self._attachment.cast_replacements)
         if optimizers:
             rank_zero(self._namespace, "rank_zero_info")(self._plan(self._attachment))
 

@@ -215,7 +215,7 @@ def test_file_has_ordinary_permissions(tmp_path: Path) -> None:
 
 
 def test_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="nothing.ckpt"):
+    with pytest.raises(FileNotFoundError, match=r"nothing\.ckpt"):
         StreamingCheckpointIO().load_checkpoint(tmp_path / "nothing.ckpt")
 
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 from typing import Any
 
 from llvmlite import ir
-from numba import extending, types
+from numba import types
 from numba.core import cgutils
+from numba.extending import intrinsic
 
 __all__ = ["fetch_add", "float_from_bits", "float_to_bits", "itemsize", "prefetch"]
 
-intrinsic: Any = extending.intrinsic  # numba's own annotation does not drop the first argument
 _INT32 = ir.IntType(32)
 
 

@@ -88,11 +88,10 @@ class Attachment:
             self.detach()
             raise
 
-    def rebind(self) -> None:
-        """Before a step: FP32 data that was put in place of a compute copy is adopted, so that the step can compute."""
+    def cast_replacements(self) -> None:
+        """Cast FP32 data that was put in place of compute copies, for steps that cannot compute with it."""
         for master in self._masters.values():
-            if master.tensor.dtype != master.view.dtype:
-                master.adopt()
+            master.cast_replacement()
 
     @property
     def num_parameters(self) -> int:

@@ -35,9 +35,11 @@ class Master:
     def __init__(self, name: str, tensor: Tensor) -> None:
         self.name = name
         self.tensor = tensor
-        self.host = tensor.detach().to("cpu")
+        self.host = tensor.data.to("cpu")
         self.view = self.host
         self.ahead = False
+        self._cast: Tensor | None = None
+        self._uncast = self.host
         self._dtype = tensor.dtype
         self.settle()
 
@@ -50,6 +52,7 @@ class Master:
     def settle(self) -> None:
         """Master and compute copy agree as they are now: only later writes are news."""
         self.ahead = False
+        self._cast = None
         self._version = self.tensor._version
         self._host_version = self.host._version
 
@@ -62,10 +65,21 @@ class Master:
         """Whether torch saw a write to either side; it does not see writes through `.data`."""
         return self._host_leads() or self.tensor._version != self._version or self.replaced()
 
+    def cast_replacement(self) -> None:
+        """Let the module compute with FP32 data that was put in the copy's place; uncast, the data still counts.
+
+        Both the copy and the data stay as they are: whoever exchanged them may put the copy back.
+        """
+        if self.tensor.dtype != self.view.dtype:
+            self._uncast = self.tensor.data
+            self._cast = self._uncast.to(self.view.dtype)
+            self.tensor.data = self._cast
+            self._version = self.tensor._version
+
     @torch.no_grad()
     def current(self) -> Tensor:
         """The value as it counts now, on the host: the master itself, or a new tensor where others wrote."""
-        data = self.tensor.data
+        data = self._data()
         if self._host_leads() or data.shape != self.host.shape:
             return self.host
         value = data.to("cpu")
@@ -105,6 +119,11 @@ class Master:
         """Give the module its value back in the dtype it came with; gradients of the compute copy are dropped."""
         self.tensor.grad = None
         self.tensor.data = self.host if self.host.dtype == self._dtype else self.host.to(self._dtype)
+
+    def _data(self) -> Tensor:
+        data = self.tensor.data
+        is_cast = self._cast is not None and data.data_ptr() == self._cast.data_ptr()
+        return self._uncast if is_cast and self.tensor._version == self._version else data
 
     def _host_leads(self) -> bool:
         # The version moves when someone writes into a tensor that `state_dict` returned: in a plain run, the weight.

@@ -117,8 +117,9 @@ def split_documents(texts: list[str], val_fraction: float, seed: int) -> tuple[l
     """
     unique = list(dict.fromkeys(texts))
     if len(unique) == 1:
-        cut = round(len(unique[0]) * (1 - val_fraction))
-        return [unique[0][:cut]], [unique[0][cut:]]
+        text = unique[0]
+        cut = min(max(1, round(len(text) * (1 - val_fraction))), len(text) - 1)
+        return [text[:cut]], [text[cut:]]
     room = val_fraction * sum(map(len, unique))
     validation = []
     for text in random.Random(seed).sample(unique, len(unique)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
@@ -20,7 +21,13 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class TextCodec(Protocol):
-    """What a data module needs so that the GPT can show the text it writes."""
+    """What a data module needs so that the GPT can show the text it writes.
+
+    Attributes:
+        vocab_size: Ids lie below this.
+    """
+
+    vocab_size: int
 
     def encode(self, text: str) -> list[int]:
         """Text to ids."""
@@ -41,7 +48,7 @@ class GPT(pl.LightningModule):
     """A GPT-2 style language model that learns from batches ``(inputs, targets)`` of ids ``[B, T]``.
 
     Logs ``train/loss``, ``val/loss`` and ``val/perplexity``, and after each validation a text sample when the
-    logger is TensorBoard and the data module has ``encode`` and ``decode``.
+    logger is TensorBoard and the data module is a ``TextCodec``.
 
     Args:
         num_layers: Number of transformer blocks.
@@ -62,7 +69,8 @@ class GPT(pl.LightningModule):
         sample_tokens: Length of the sample in tokens; 0 for none.
 
     Raises:
-        ValueError: A size is not positive or ``num_heads`` does not divide ``d_model``.
+        ValueError: A size is not positive, ``num_heads`` does not divide ``d_model``, or there is a sample to
+            write and nothing to continue.
     """
 
     def __init__(
@@ -86,6 +94,8 @@ class GPT(pl.LightningModule):
         sample_tokens: int = 0,
     ) -> None:
         super().__init__()
+        if sample_tokens and not sample_prompt:
+            raise ValueError(f"sample_prompt={sample_prompt!r}: must not be empty. Give a beginning.")
         self.save_hyperparameters()
         self.body = Transformer(
             num_layers=num_layers,
@@ -100,6 +110,23 @@ class GPT(pl.LightningModule):
             self.head.weight = self.body.token_embedding.weight
         initialize(self)
         self.perplexity = Perplexity()
+
+    def setup(self, stage: str) -> None:
+        """Compares the vocabulary with the data's, before an id out of range stops a device.
+
+        Raises:
+            ValueError: The data has ids that the model has no embedding for.
+        """
+        data, vocab_size = self._codec(), self.hparams["vocab_size"]
+        if data is not None and data.vocab_size > vocab_size:
+            raise ValueError(
+                f"vocab_size={vocab_size!r}: must be {data.vocab_size} or more for this data. "
+                "Give the model and the data the same vocab_size."
+            )
+
+    def _codec(self) -> TextCodec | None:
+        data = self.trainer.datamodule  # type: ignore[attr-defined]
+        return data if isinstance(data, TextCodec) else None
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Ids ``[B, T]`` to logits ``[B, T, vocab_size]``."""
@@ -122,13 +149,13 @@ class GPT(pl.LightningModule):
 
     def on_validation_epoch_end(self) -> None:
         """Adds a text sample to TensorBoard."""
-        trainer = self.trainer
+        trainer, codec = self.trainer, self._codec()
         if not self.hparams["sample_tokens"] or trainer.sanity_checking or not trainer.is_global_zero:
             return
-        data = trainer.datamodule  # type: ignore[attr-defined]
         for logger in self.loggers:
-            if isinstance(logger, pl.loggers.TensorBoardLogger) and isinstance(data, TextCodec):
-                logger.experiment.add_text("sample", self._sample(data), self.global_step)
+            if isinstance(logger, pl.loggers.TensorBoardLogger) and codec is not None:
+                as_code = textwrap.indent(self._sample(codec), "    ")  # TensorBoard renders Markdown
+                logger.experiment.add_text("sample", as_code, self.global_step)
 
     def _sample(self, codec: TextCodec) -> str:
         prompt = torch.tensor([codec.encode(self.hparams["sample_prompt"])], device=self.device)

@@ -209,9 +209,7 @@ def default_cache_dir() -> Path:
 def _checked_vocab_size(tokenizer: str, vocab_size: int | None) -> int:
     if tokenizer == "bytes":
         if vocab_size not in (None, NUM_BYTES):
-            raise ValueError(
-                f"vocab_size={vocab_size!r}: bytes have 256 ids. Leave it out, or take tokenizer='bpe'."
-            )
+            raise ValueError(f"vocab_size={vocab_size!r}: bytes have 256 ids. Drop it, or take 'bpe'.")
         return NUM_BYTES
     if tokenizer != "bpe":
         raise ValueError(f"tokenizer={tokenizer!r}: must be 'bytes' or 'bpe'.")

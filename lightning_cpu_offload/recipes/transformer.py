@@ -38,10 +38,8 @@ class Block(nn.Module):
 
     def _attention(self, x: Tensor) -> Tensor:
         heads = (self.num_heads, x.shape[-1] // self.num_heads)
-        query, key, value = (
-            part.unflatten(-1, heads).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1)
-        )
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        q, k, v = (part.unflatten(-1, heads).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return mixed.transpose(1, 2).flatten(-2)
 
 
@@ -83,9 +81,7 @@ class Transformer(nn.Module):
             if size < 1:
                 raise ValueError(f"{name}={size!r}: must be 1 or more.")
         if d_model % num_heads:
-            raise ValueError(
-                f"num_heads={num_heads!r}: must divide d_model={d_model!r}. Change one of the two."
-            )
+            raise ValueError(f"num_heads={num_heads!r}: must divide d_model={d_model!r}. Change either.")
         self.context_length = context_length
         self.activation_checkpointing = activation_checkpointing
         self.token_embedding = nn.Embedding(vocab_size, d_model)
