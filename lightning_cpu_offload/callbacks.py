@@ -76,7 +76,7 @@ class MonitorHooks(Base):
             return  # still accumulating
         self._last_step = step
         now = time.perf_counter()
-        pl_module.log(f"{unit}/s", self._items / (now - self._since), prog_bar=True, logger=True)
+        pl_module.log(f"{unit}/s", self._items / (now - self._since), prog_bar=True, logger=bool(trainer.loggers))
         self._items, self._since = 0, now
         offload = _offload(trainer)
         if offload is not None and self._is_due(trainer, step):

@@ -140,7 +140,10 @@ class PrecisionHooks(Base):
             finally:
                 torch.set_default_dtype(default)
             return
-        with _autocast(self._device_type) if self.precision == "bf16-mixed" else nullcontext():
+        with (
+            self._outside.step() if self._outside is not None else nullcontext(),
+            _autocast(self._device_type) if self.precision == "bf16-mixed" else nullcontext(),
+        ):
             yield
 
     @override
@@ -162,11 +165,21 @@ class OutsideSteps:
 
     def __init__(self, device_type: str) -> None:
         self._device_type = device_type
+        self._in_step = False
         self._entered: list[AbstractContextManager] = []
+
+    @contextmanager
+    def step(self) -> Generator[None, None, None]:
+        """Surrounds a step, where autocast is the step's own affair: it may switch it off for a part."""
+        self._in_step = True
+        try:
+            yield
+        finally:
+            self._in_step = False
 
     def enter(self, *_unused: Any) -> None:
         """The forward pre-hook."""
-        inside = torch.is_autocast_enabled(self._device_type)
+        inside = self._in_step or torch.is_autocast_enabled(self._device_type)
         context = nullcontext() if inside else _autocast(self._device_type)
         context.__enter__()
         self._entered.append(context)
@@ -182,7 +195,7 @@ class OutsideSteps:
             self.leave()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_device_type": self._device_type, "_entered": []}
+        return {"_device_type": self._device_type, "_in_step": False, "_entered": []}
 
 
 if TYPE_CHECKING:

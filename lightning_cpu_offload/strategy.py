@@ -194,7 +194,7 @@ class StrategyHooks(Base):
     def _plan(self, attachment: Attachment) -> str:
         pipeline = attachment.pipeline
         assert pipeline is not None
-        kernel = "one-pass kernel" if kernels.available() else "torch operations (numba is not installed)"
+        kernel = "one-pass kernel" if kernels.available() else f"torch operations ({kernels.IMPORT_ERROR})"
         steps = ", ".join(
             f"{type(hooked.optimizer).__name__} by {kernel if hooked.is_fused else 'its own step'}"
             for hooked in attachment.optimizers

@@ -183,6 +183,40 @@ class TestSteps:
         expected = (EXPECTED[precision], precision == "bf16-mixed", made)
         assert seen == {name: expected for name in ("training", "validation", "test", "predict")}
 
+    def test_autocast_switched_off_for_a_loss(self) -> None:
+        class Guarded(Net):
+            def __init__(self) -> None:
+                super().__init__()
+                self.criterion = Product()
+
+            def loss(self, x: Tensor) -> Tensor:
+                output = self(x)
+                with torch.autocast("cpu", enabled=False):
+                    return self.criterion(output.float())
+
+        class Product(nn.Module):
+            def forward(self, x: Tensor) -> Tensor:
+                product = x @ x.t()
+                seen.append(product.dtype)
+                return product.mean()
+
+        seen: list[torch.dtype] = []
+        fit(Guarded(), validate=True)
+        assert set(seen) == {FP32}
+
+    def test_autocast_switched_off_for_a_layer(self) -> None:
+        """Its weights are BF16, so that it can compute in nothing else."""
+
+        class Guarded(Net):
+            def loss(self, x: Tensor) -> Tensor:
+                with torch.autocast("cpu", enabled=False):
+                    seen.append(self.inner(x.float()).dtype)
+                return super().loss(x)
+
+        seen: list[torch.dtype] = []
+        fit(Guarded(), validate=True)
+        assert set(seen) == {BF16}
+
     @pytest.mark.parametrize("precision", PRECISIONS)
     def test_default_dtype_in_hooks_is_that_of_the_user(self, precision: str) -> None:
         made: dict[str, torch.dtype] = {}

@@ -118,7 +118,7 @@ class Attachment:
             optimizer.detach()
         for master in self._masters.values():
             try:
-                master.adopt()
+                master.take_over()
             except RuntimeError as error:
                 warnings.warn(f"{master.name}: its last value could not be read back ({error}).", stacklevel=2)
             master.restore()
@@ -141,7 +141,7 @@ class Attachment:
     def _build_regions(self, parameters: Sequence[tuple[int, Tensor]]) -> list[Region]:
         """Regions for parameters given with their group; those that are not ours to step get none."""
         together: dict[tuple[int, torch.dtype], list[Master]] = {}
-        for group, parameter in sorted(parameters, key=lambda item: self._order.get(item[1], -1)):
+        for group, parameter in sorted(parameters, key=lambda item: self._place(item[1])):
             if parameter in self._owners and parameter.dtype in (torch.float32, torch.bfloat16):
                 dtype = self._rule(self._owners[parameter], parameter, False)
                 together.setdefault((group, dtype), []).append(self._master(parameter))
@@ -151,6 +151,10 @@ class Attachment:
         ]
         self._regions.extend(regions)
         return regions
+
+    def _place(self, parameter: Tensor) -> tuple[bool, int]:
+        """Forward order, but odd sizes last: behind them, weights would lose the alignment that fast products want."""
+        return parameter.numel() % 8 != 0, self._order.get(parameter, -1)
 
     def _master(self, tensor: Tensor) -> Master:
         if tensor in self._masters:
@@ -163,11 +167,12 @@ class Attachment:
     def _convert_rest(self) -> None:
         """What no optimizer steps: to the device, and into the compute dtype with the original kept on the host."""
         training = self.pipeline is not None
+        owned = {parameter for hooked in self.optimizers for parameter in hooked.parameters()}
         unowned = []
         for tensor, owner in self._owners.items():
             if tensor in self._masters:
                 continue
-            if training and tensor.requires_grad:
+            if training and tensor.requires_grad and tensor not in owned:
                 unowned.append(self._names[tensor])
             dtype = self._rule(owner, tensor, training)
             if dtype == tensor.dtype:

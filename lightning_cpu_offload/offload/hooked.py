@@ -90,8 +90,8 @@ class HookedOptimizer:
         return is_fused(self.optimizer)
 
     def detach(self) -> None:
-        """Leave the optimizer as the user made it, with its state."""
-        self.disengage()
+        """Leave the optimizer as the user made it, with its state; the device is not touched."""
+        self._return_parameters()
         for handle in self._handles:
             handle.remove()
 
@@ -133,21 +133,30 @@ class HookedOptimizer:
 
     def disengage(self) -> None:
         """Put the module's parameters back, and what the body changed on the device."""
-        engaged, self._engaged = self._engaged, None
-        if engaged is None:
+        if self._engaged is None:
             return
         self._pipeline.report.host_ms += (time.perf_counter() - self._ready) * 1e3
+        if self._return_parameters() == "body":
+            self._pipeline.run(self._chunks, _round_masters, fetch=False)
+            self._settle()
+        self._pipeline.report.total_ms = (time.perf_counter() - self._began) * 1e3
+
+    def parameters(self) -> list[Tensor]:
+        """What the optimizer holds while no step runs."""
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+
+    def _return_parameters(self) -> str | None:
+        """End what `engage` began, on the host; returns who made the step."""
+        engaged, self._engaged = self._engaged, None
         if engaged == "kernel":
             for group, parameters in self._absent:
                 group["params"][:] = parameters
             self._absent.clear()
-        else:
-            self._exchange(self._parameters())
+        elif engaged == "body":
+            self._exchange({master: parameter for parameter, master in self._masters.items()})
             self._return_group_values()
             self._keep_in_arena()
-            self._pipeline.run(self._chunks, _round_masters, fetch=False)
-            self._settle()
-        self._pipeline.report.total_ms = (time.perf_counter() - self._began) * 1e3
+        return engaged
 
     def _before_step(self, _optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.disengage()
@@ -178,7 +187,7 @@ class HookedOptimizer:
             self._exchange(self._masters)
 
     def _after_load(self, _optimizer: Any) -> None:
-        self._exchange(self._parameters())
+        self._exchange({master: parameter for parameter, master in self._masters.items()})
         self._own_state(self._masters)
         self._allocate()
 
@@ -262,9 +271,6 @@ class HookedOptimizer:
             for master in region.masters:
                 master.settle()
             self._watch.remember(region)
-
-    def _parameters(self) -> dict[Tensor, Tensor]:
-        return {master: parameter for parameter, master in self._masters.items()}
 
     def _hide_parameters(self) -> None:
         for group in self.optimizer.param_groups:

@@ -82,27 +82,37 @@ class Master:
         data = self._data()
         if self._host_leads() or data.shape != self.host.shape:
             return self.host
-        value = data.to("cpu")
-        if value.dtype == self.view.dtype != self.host.dtype:
+        if data.dtype == self.view.dtype:
+            value = data.to("cpu")
             differs = words(value) != words(self.host.to(value.dtype))
             return torch.where(differs, value.to(self.host.dtype), self.host) if differs.any() else self.host
-        value = value.to(self.host.dtype)
-        return self.host if torch.equal(words(value), words(self.host)) else value
+        # Data of another dtype was put in place; a mere cast of the copy, as by `module.float()`, writes nothing.
+        return self.host if self.shows_in(data) else data.to("cpu", self.host.dtype)
 
-    @torch.no_grad()
-    def adopt(self) -> None:
-        """Make both sides agree: the master takes over what others wrote, or the copy what only the host has."""
-        data = self.tensor.data
-        if data.shape != self.host.shape:
+    def shows_in(self, data: Tensor) -> bool:
+        """Whether `data` holds exactly what the master rounds to, in whatever dtype."""
+        rounded = self.host.to(self.view.dtype).to(self.host.dtype)
+        return data.shape == rounded.shape and torch.equal(data.detach().to("cpu", self.host.dtype), rounded)
+
+    def take_over(self) -> None:
+        """Give the master what others wrote; the compute copy is left as it is."""
+        if self.tensor.shape != self.host.shape:
             raise RuntimeError(
-                f"{self.name}: its data was replaced by a tensor of shape {tuple(data.shape)}, but the optimizer holds "
-                f"one of {tuple(self.host.shape)}. Change shapes before training, or register a new parameter."
+                f"{self.name}: its data was replaced by a tensor of shape {tuple(self.tensor.shape)}, but the "
+                f"optimizer holds one of {tuple(self.host.shape)}. Change shapes before training."
             )
         value = self.current()
         if value is not self.host:
-            self.host.copy_(value)
-        if self._host_leads() or self.replaced():
-            self.view.copy_(self.host)
+            with torch.no_grad():
+                self.host.copy_(value)
+
+    def adopt(self) -> None:
+        """Make both sides agree: the master takes over what others wrote, or the copy what only the host has."""
+        stale = self._host_leads() or self.replaced()
+        self.take_over()
+        if stale:
+            with torch.no_grad():
+                self.view.copy_(self.host)
         self.bind(self.view)
 
     @torch.no_grad()
@@ -159,7 +169,7 @@ class StateDictHooks:
     def __init__(self, module: nn.Module, masters: dict[Tensor, Master]) -> None:
         self._module = module
         self._masters = masters
-        self._dtypes = {(owner, name): tensor.dtype for owner, name, tensor in _named_tensors(module)}
+        self._before = {(owner, name): (tensor, tensor.dtype) for owner, name, tensor in _named_tensors(module)}
         self._handles = []
         for owner in module.modules():
             self._handles.append(owner.register_state_dict_post_hook(Live(self._on_save)))
@@ -170,8 +180,8 @@ class StateDictHooks:
         for handle in self._handles:
             handle.remove()
         for owner, name, tensor in _named_tensors(self._module):
-            if tensor not in self._masters and self._made_in_compute_dtype(owner, name, tensor):
-                tensor.data = tensor.data.float()
+            if tensor not in self._masters:
+                tensor.data = self._uncast(owner, name, tensor)
 
     def _on_save(self, owner: nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: Any) -> None:
         for name, tensor in _own_tensors(owner):
@@ -181,8 +191,8 @@ class StateDictHooks:
                 continue
             if tensor in self._masters:
                 state_dict[prefix + name] = self._masters[tensor].current()
-            elif self._made_in_compute_dtype(owner, name, tensor):
-                state_dict[prefix + name] = saved.float()
+            else:
+                state_dict[prefix + name] = self._uncast(owner, name, saved)
 
     def _on_load(self, owner: nn.Module, state_dict: dict[str, Any], prefix: str, *_unused: Any) -> None:
         for name, tensor in _own_tensors(owner):
@@ -190,9 +200,17 @@ class StateDictHooks:
             if master and isinstance(value, Tensor) and value.shape == master.host.shape:
                 master.load(value)
 
-    def _made_in_compute_dtype(self, owner: nn.Module, name: str, tensor: Tensor) -> bool:
-        """Whether it came during training, made of BF16 weights: a pruning mask, a buffer assigned anew."""
-        return tensor.dtype == torch.bfloat16 and self._dtypes.get((owner, name), torch.float32) == torch.float32
+    def _uncast(self, owner: nn.Module, name: str, tensor: Tensor) -> Tensor:
+        """What a tensor that came into the module during training is in a plain run.
+
+        It may have been made of BF16 weights (a pruning mask, a buffer assigned anew), or be a mere cast of a buffer
+        whose master still holds the value, since `module.float()` replaces buffers.
+        """
+        before, dtype = self._before.get((owner, name), (None, torch.float32))
+        master = self._masters.get(before) if before is not None else None
+        if master is not None and master.shows_in(tensor):
+            return master.host
+        return tensor.data.float() if (tensor.dtype, dtype) == (torch.bfloat16, torch.float32) else tensor
 
 
 def _own_tensors(owner: nn.Module) -> Iterable[tuple[str, Tensor]]:

@@ -105,13 +105,20 @@ class Region:
         host = self.view(self.master, index)
         host.copy_(master.host)
         master.host = host
-        view = self.weights.as_strided(host.shape, self.strides[index], self.offsets[index])
+        view = _own_storage(self.weights, self.offsets[index], host.shape, self.strides[index])
         view.copy_(host)
         gradient = master.tensor.grad
         master.tensor.grad = None
         master.bind(view)
         if gradient is not None:
             master.tensor.grad = gradient.to(view.device, view.dtype)
+
+
+def _own_storage(flat: Tensor, start: int, shape: torch.Size, stride: tuple[int, ...]) -> Tensor:
+    """A part of a vector whose storage is that part alone, so that pickling it does not write the whole vector."""
+    begin, end = (element * flat.element_size() for element in (start, start + shape.numel()))
+    part = flat.untyped_storage()[begin:end]
+    return torch.empty(0, dtype=flat.dtype, device=flat.device).set_(part, 0, shape, stride)
 
 
 def _same_layout(gradient: Tensor, stride: tuple[int, ...]) -> bool:
