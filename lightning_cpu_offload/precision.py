@@ -140,10 +140,7 @@ class PrecisionHooks(Base):
             finally:
                 torch.set_default_dtype(default)
             return
-        with (
-            self._outside.step() if self._outside is not None else nullcontext(),
-            _autocast(self._device_type) if self.precision == "bf16-mixed" else nullcontext(),
-        ):
+        with _autocast(self._device_type) if self.precision == "bf16-mixed" else nullcontext():
             yield
 
     @override
@@ -161,25 +158,15 @@ class PrecisionHooks(Base):
 
 
 class OutsideSteps:
-    """Forward hooks that run under autocast what is called outside a step; copies of a module keep copies of them."""
+    """Forward hooks by which BF16 matrices always compute under autocast; copies of a module keep copies of them."""
 
     def __init__(self, device_type: str) -> None:
         self._device_type = device_type
-        self._in_step = False
         self._entered: list[AbstractContextManager] = []
-
-    @contextmanager
-    def step(self) -> Generator[None, None, None]:
-        """Surrounds a step, where autocast is the step's own affair: it may switch it off for a part."""
-        self._in_step = True
-        try:
-            yield
-        finally:
-            self._in_step = False
 
     def enter(self, *_unused: Any) -> None:
         """The forward pre-hook."""
-        inside = self._in_step or torch.is_autocast_enabled(self._device_type)
+        inside = torch.is_autocast_enabled(self._device_type)
         context = nullcontext() if inside else _autocast(self._device_type)
         context.__enter__()
         self._entered.append(context)
@@ -195,7 +182,7 @@ class OutsideSteps:
             self.leave()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_device_type": self._device_type, "_in_step": False, "_entered": []}
+        return {"_device_type": self._device_type, "_entered": []}
 
 
 if TYPE_CHECKING:
@@ -243,7 +230,8 @@ def _convert_arguments(_module: nn.Module, args: Any, kwargs: Any) -> tuple[Any,
 def _callable_parts(module: nn.Module, depth: int) -> Generator[nn.Module, None, None]:
     if isinstance(module, torch.jit.ScriptModule):
         return
-    yield module
+    if any(parameter.dtype == torch.bfloat16 for parameter in module.parameters()):
+        yield module
     if depth:
         for child in module.children():
             yield from _callable_parts(child, depth - 1)
