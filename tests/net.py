@@ -185,7 +185,7 @@ def assert_close_to_stock(make: Callable[[], Net], rtol: float, **options: Any) 
 
 
 def assert_equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    """The same names; dtype, shape and every element the same, bit for bit.
+    """The same names, and for each the same dtype, shape, device and elements.
 
     Raises:
         AssertionError: Names the first tensor that differs.

@@ -137,6 +137,30 @@ class TestGroups:
         fit(build("inner"), on_train_start=resume)
 
 
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+@pytest.mark.parametrize("how", ["added", "unfrozen"])
+def test_what_comes_later_is_offloaded_too(kind: type[Optimizer], how: str) -> None:
+    seen: list[tuple[torch.dtype, int]] = []
+
+    def change(trainer: pl.Trainer, module: Net, batch: Tensor, batch_idx: int) -> None:
+        if batch_idx == 1:
+            module.frozen.requires_grad_(True)
+            if how == "added":
+                trainer.optimizers[0].add_param_group({"params": [*module.frozen.parameters()]})
+
+    def look(trainer: pl.Trainer, module: Net, *_: Any) -> None:
+        seen.append((module.frozen.weight.dtype, trainer.strategy.offload.num_parameters))
+
+    def make(module: Net) -> Optimizer:
+        return kind([p for p in module.parameters() if p.requires_grad or how == "unfrozen"], lr=0.01)
+
+    net = Net(make)
+    trained = sum(parameter.numel() for parameter in net.parameters() if parameter.requires_grad)
+    fit(net, on_train_batch_start=change, on_train_batch_end=look)
+    later = (torch.bfloat16, trained + net.frozen.weight.numel() + net.frozen.bias.numel())
+    assert seen == [(torch.float32, trained), later, later]
+
+
 class TestOptimizerState:
     def test_that_user_code_loads_stays_fp32(self) -> None:
         source = Net(adamw)

@@ -19,6 +19,8 @@ from lightning_cpu_offload.offload.region import Region
 from lightning_cpu_offload.offload.transfer import make_engine
 from lightning_cpu_offload.offload.watch import Watch
 
+SMALL_SLOT_BYTES = 64 << 10
+
 DtypeRule = Callable[[nn.Module, Tensor, bool], torch.dtype]
 """The dtype a parameter or buffer of a module is held in on the device.
 
@@ -214,9 +216,10 @@ def _require_one_owner(module: nn.Module, optimizers: Sequence[torch.optim.Optim
 
 
 def _slot_bytes(module: nn.Module) -> int:
-    """The usual size of a staging buffer, less for a model that is smaller; a multiple of any element's size."""
+    """Size of a staging buffer, a multiple of any element's size: less than usual for a model that is small."""
     total = sum(parameter.nbytes for parameter in module.parameters())
-    return min(SLOT_BYTES, max(8, -(-total // 8) * 8))
+    wanted = max(total // 16, min(total, SMALL_SLOT_BYTES))  # a small model is pipelined too
+    return min(SLOT_BYTES, max(8, -(-wanted // 8) * 8))
 
 
 def _warn_unowned(names: list[str]) -> None:
