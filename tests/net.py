@@ -245,7 +245,7 @@ class Foreign(torch.optim.Optimizer):
         self.calls = 0
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Any = None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():

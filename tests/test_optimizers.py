@@ -6,7 +6,6 @@ The one-pass AdamW and Adam round in their own order, and are compared with a to
 
 from __future__ import annotations
 
-import gc
 import inspect
 import warnings
 from functools import partial
@@ -18,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from tests.net import (
-    RUN_RTOL,
     Net,
     adamw,
     assert_as_stock,
@@ -26,7 +24,6 @@ from tests.net import (
     assert_equal,
     fit,
     one_thread,  # noqa: F401
-    sgd,
     weights,
 )
 
@@ -107,7 +104,7 @@ def test_amsgrad_is_stock_bit_for_bit(kind: type[Optimizer]) -> None:
 class OwnAdamW(torch.optim.AdamW):
     """Decays its learning rate by itself."""
 
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Any = None) -> Any:
         loss = super().step(closure)
         for group in self.param_groups:
             group["lr"] *= 0.5
@@ -118,7 +115,7 @@ class StepsTwice(torch.optim.SGD):
     """Calls the closure itself, and the step of its base without one, twice."""
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Any = None) -> Any:
         with torch.enable_grad():
             loss = closure()
         super().step()
@@ -134,7 +131,7 @@ class KeepsParameters(torch.optim.Optimizer):
         self.held = self.param_groups[0]["params"]
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Any = None) -> Any:
         with torch.enable_grad():
             loss = closure()
         for parameter in self.held:
@@ -180,82 +177,6 @@ def test_sparse_gradients() -> None:
         fit(net, precision)
         moved = (net.embedding.weight != before).any(1).nonzero().flatten().tolist()
         assert moved == [1, 2, 5, 6, 7]
-
-
-class Raw(Net):
-    """Steps torch's own optimizer object, as code written for plain PyTorch does."""
-
-    def __init__(self, way: str, optimizer: Any = sgd) -> None:
-        super().__init__(optimizer, manual=True)
-        self.way = way
-
-    def optimize(self, batch: Tensor, batch_idx: int) -> None:
-        def closure() -> Tensor:
-            optimizer.zero_grad()
-            loss = self.loss(batch)
-            self.manual_backward(loss)
-            self.losses.append(loss.detach().clone())
-            return loss
-
-        optimizer = self.optimizers(use_pl_optimizer=self.way.startswith("lightning"))
-        if self.way.endswith("closure"):
-            optimizer.step(closure)
-        elif self.way.endswith("keyword"):
-            optimizer.step(closure=closure)
-        else:
-            closure()
-            optimizer.step()
-
-
-@pytest.mark.parametrize("way", ["raw", "raw closure", "raw keyword", "lightning", "lightning closure"])
-class TestManual:
-    def test_step_is_stock_bit_for_bit(self, way: str) -> None:
-        assert_as_stock(lambda: Raw(way))
-
-    def test_adamw_moves_the_masters(self, way: str) -> None:
-        """A step far smaller than the distance between BF16 numbers arrives; stepping BF16 weights would lose it."""
-        net = Raw(way, partial(adamw, lr=1e-6, weight_decay=0.0))
-        before = weights(net)
-        fit(net, number=1)
-        moved = (weights(net)["inner.weight"] - before["inner.weight"]).abs()
-        # The first step of Adam is lr for any gradient; weights near 0.3 round by 1.5e-8.
-        torch.testing.assert_close(moved, torch.full_like(moved, 1e-6), rtol=0.03, atol=0)
-
-    def test_lbfgs(self, way: str) -> None:
-        if way.endswith(("closure", "keyword")):
-            ours = assert_as_stock(lambda: Raw(way, partial(of_torch, "LBFGS")))
-            assert len(ours.losses) > 3  # its closure was called more than once a step
-
-
-class Gan(Net):
-    """Two optimizers that take turns, each with the other's parameters switched off."""
-
-    def __init__(self, toggle: bool, optimizer: Any = torch.optim.SGD) -> None:
-        super().__init__(manual=True)
-        self.toggle = toggle
-        self.kind = optimizer
-
-    def optimize(self, batch: Tensor, batch_idx: int) -> None:
-        for optimizer, sign in zip(self.optimizers(), (1, -1), strict=True):
-            if self.toggle:
-                self.toggle_optimizer(optimizer)
-            loss = sign * self.loss(batch)
-            self.losses.append(loss.detach().clone())
-            optimizer.zero_grad()
-            self.manual_backward(loss)
-            optimizer.step()
-            if self.toggle:
-                self.untoggle_optimizer(optimizer)
-
-    def configure_optimizers(self) -> Any:
-        first, second = [*self.inner.parameters(), *self.norm.parameters()], self.outer.parameters()
-        return self.kind(first, lr=0.1), self.kind(second, lr=0.05)
-
-
-@pytest.mark.parametrize("toggle", [False, True])
-def test_two_optimizers(toggle: bool) -> None:
-    assert_as_stock(lambda: Gan(toggle))
-    assert_close_to_stock(lambda: Gan(toggle, torch.optim.AdamW), RUN_RTOL)
 
 
 class Skips(Net):
@@ -354,24 +275,22 @@ def test_parameters_of_other_dtypes_are_stepped_as_they_are() -> None:
     assert ours.precise.dtype == torch.float64
 
 
-def test_classes_and_attributes_stay_and_no_subclass_is_left() -> None:
-    kept: list[Any] = []
+def test_class_and_attributes_of_the_optimizer_stay() -> None:
+    kept: list[Optimizer] = []
 
     def make(module: nn.Module) -> Optimizer:
-        kept.append((adamw(module), set(torch.optim.AdamW.__subclasses__())))
-        return kept[0][0]
+        kept.append(adamw(module))
+        return kept[0]
 
     net = Net(make)
+    before = set(torch.optim.AdamW.__subclasses__())
     trainer = fit(net)
-    optimizer, subclasses = kept[0]
-    assert trainer.optimizers == [optimizer]
+    (optimizer,) = trainer.optimizers
+    assert optimizer is kept[0]
     assert type(optimizer) is torch.optim.AdamW
-    assert vars(optimizer).keys() == vars(adamw(net)).keys() | {"step"} - ({"step"} - vars(optimizer).keys())
-    del trainer
-    net._trainer = None
-    gc.collect()
-    left = {cls for cls in torch.optim.AdamW.__subclasses__() if cls not in subclasses}
-    assert not [cls for cls in left if "lightning_cpu_offload" in cls.__module__]
+    assert vars(optimizer).keys() == vars(adamw(net)).keys()
+    # Lightning's own wrapper makes a subclass for each optimizer; a second one named "AdamW" would shadow torch's.
+    assert {cls.__name__ for cls in set(torch.optim.AdamW.__subclasses__()) - before} <= {"LightningAdamW"}
 
 
 def test_stock_trainers_afterwards_are_not_touched() -> None:

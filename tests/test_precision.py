@@ -10,7 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import LambdaCallback, ModelSummary
+from lightning.pytorch.callbacks import LambdaCallback
 from torch import Tensor, nn
 
 from lightning_cpu_offload import CPUOffloadPrecision
@@ -282,87 +282,6 @@ class TestInputs:
         assert converted["ids"] is data["ids"]
         assert converted["text"] == "abc"
         assert (converted["x"].dtype, converted["nested"][0].dtype) == (BF16, BF16)
-
-
-@pytest.mark.parametrize("precision", PRECISIONS)
-class TestOutsideSteps:
-    def test_the_module_can_be_called(self, precision: str) -> None:
-        outputs: dict[str, Tensor] = {}
-
-        def call(name: str) -> Callable[..., None]:
-            return lambda trainer, module, *_: outputs.update({name: module(torch.ones(2, 8)).detach()})
-
-        names = ("on_train_start", "on_train_batch_end", "on_validation_epoch_end", "on_train_end")
-        net = Net(still)
-        fit(net, precision, validate=True, **{name: call(name) for name in names})
-        assert outputs.keys() == set(names)
-        assert not torch.is_autocast_enabled("cpu")
-
-    def test_parts_can_be_called(self, precision: str) -> None:
-        class Deep(Net):
-            def __init__(self) -> None:
-                super().__init__(still)
-                self.backbone = nn.Sequential(nn.Sequential(nn.Linear(8, 4)))
-
-        seen: list[torch.dtype] = []
-
-        def call(trainer: pl.Trainer, module: Deep, *_: Any) -> None:
-            x = torch.ones(2, 8, dtype=BF16 if precision == "bf16-true" else FP32)
-            seen.extend(part(x).dtype for part in (module.inner, module.backbone, module.backbone[0]))
-
-        fit(Deep(), precision, on_train_batch_end=call)
-        assert set(seen) == {EXPECTED[precision]}
-
-    def test_autocast_is_left_again(self, precision: str) -> None:
-        class Fails(Net):
-            broken = False
-
-            def forward(self, x: Tensor) -> Tensor:
-                if self.broken:
-                    raise ValueError("on purpose")
-                return super().forward(x)
-
-        def call(trainer: pl.Trainer, module: Fails, *_: Any) -> None:
-            for broken in (True, False, True):
-                module.broken = broken
-                if broken:
-                    with pytest.raises(ValueError, match="on purpose"):
-                        module(torch.ones(2, 8))
-                else:
-                    module(torch.ones(2, 8))
-                assert not torch.is_autocast_enabled("cpu")
-            module.broken = False
-
-        fit(Fails(), precision, on_train_batch_end=call)
-
-    def test_an_interrupt_does_not_leave_autocast_on(self, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("signal.signal", lambda *_: None)  # Lightning switches Ctrl+C off
-
-        def call(trainer: pl.Trainer, module: Net, *_: Any) -> None:
-            def interrupt(*_: Any) -> None:
-                raise KeyboardInterrupt
-
-            module.outer.register_forward_pre_hook(interrupt)
-            module(torch.ones(2, 8))
-
-        with pytest.raises(SystemExit):
-            fit(Net(), precision, on_train_batch_end=call)
-        assert not torch.is_autocast_enabled("cpu")
-
-    @pytest.mark.parametrize("depth", [-1, 1])
-    def test_example_input_for_the_summary(self, precision: str, depth: int) -> None:
-        net = Net()
-        net.example_input_array = torch.ones(2, 8)
-        summaries: list[Any] = []
-
-        class Kept(ModelSummary):
-            def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-                summaries.append(self._summary(trainer, pl_module))
-
-        fit(net, precision, callbacks=[Kept(max_depth=depth)])
-        assert net.example_input_array.dtype == FP32
-        sizes = dict(zip(summaries[0].layer_names, summaries[0].out_sizes, strict=True))
-        assert sizes["outer"] == [2, 4]
 
 
 class TestChoice:

@@ -100,7 +100,7 @@ class Lookahead(torch.optim.Optimizer):
         self.inner, self.defaults = inner, inner.defaults
         self.param_groups, self.state = inner.param_groups, inner.state
 
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Any = None) -> Any:
         return self.inner.step(closure)
 
 
