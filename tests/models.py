@@ -6,7 +6,7 @@ in the way its name says; dimensions stay under 100 where oddness allows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -218,14 +218,6 @@ class NetworkModule(pl.LightningModule):
         """What a user reads now: `state_dict()` of the module and of its optimizer."""
         weights = {name.removeprefix("network."): tensor for name, tensor in self.state_dict().items()}
         return Snapshot(weights, self.trainer.optimizers[0].state_dict())
-
-
-def single_threaded() -> Iterator[None]:
-    """Body of a fixture: on tensors this small a second thread costs more than it brings."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 def quiet_trainer(**options: Any) -> pl.Trainer:

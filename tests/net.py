@@ -7,14 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
-import pytest
 import torch
 from lightning.pytorch.callbacks import LambdaCallback
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_cpu_offload import CPUOffloadPrecision, CPUOffloadStrategy
-from tests.models import quiet_trainer, single_threaded
+from tests.models import quiet_trainer
 from tests.reference import Snapshot, assert_close, assert_identical, assert_same_losses, over_a_run
 
 PRECISIONS = ["bf16-mixed", "bf16-true", "32-true"]
@@ -24,8 +23,6 @@ BF16_UNIT = 2**-8
 
 RUN_RTOL = 1e-4
 """A difference in the last bit grows from step to step, as it does on any two machines."""
-
-one_thread = pytest.fixture(autouse=True, scope="module")(single_threaded)
 
 
 def adamw(module: nn.Module, **options: Any) -> torch.optim.Optimizer:

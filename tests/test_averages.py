@@ -18,7 +18,6 @@ from tests.net import (
     adamw,
     assert_equal,
     fit,
-    one_thread,  # noqa: F401
     still,
     weights,
 )

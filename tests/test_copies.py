@@ -19,7 +19,6 @@ from tests.net import (
     anatomy,
     assert_equal,
     fit,
-    one_thread,  # noqa: F401
     weights,
 )
 

@@ -20,7 +20,6 @@ from tests.models import (
     NetworkModule,
     make_batches,
     reference_loop,
-    single_threaded,
     train_reference,
     train_with_lightning,
 )
@@ -41,7 +40,6 @@ from tests.reference.faults import FAULTS, MastersFollowWeights, WideGradientSum
 
 Check = Callable[..., None]
 
-one_thread = pytest.fixture(autouse=True, scope="module")(single_threaded)
 
 CHOICES: dict[str, Sequence[Any]] = {
     "structure": ["plain", "tied", "frozen", "unused", "groups", "odd"],

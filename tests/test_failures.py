@@ -26,7 +26,6 @@ from tests.net import (
     batches,
     fit,
     offload,
-    one_thread,  # noqa: F401
     weights,
 )
 

@@ -16,7 +16,6 @@ from tests.net import (
     assert_as_stock,
     assert_close_to_stock,
     fit,
-    one_thread,  # noqa: F401
     sgd,
     weights,
 )

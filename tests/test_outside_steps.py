@@ -15,7 +15,6 @@ from tests.net import (
     PRECISIONS,
     Net,
     fit,
-    one_thread,  # noqa: F401
     still,
 )
 

@@ -20,7 +20,6 @@ from tests.net import (
     assert_as_stock,
     assert_equal,
     fit,
-    one_thread,  # noqa: F401
     sgd,
     still,
     weights,

@@ -23,7 +23,6 @@ from tests.net import (
     assert_close_to_stock,
     assert_equal,
     fit,
-    one_thread,  # noqa: F401
     sgd,
     weights,
 )

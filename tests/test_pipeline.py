@@ -24,7 +24,7 @@ from lightning_cpu_offload.offload.plan import Chunk
 from lightning_cpu_offload.offload.region import Region
 from lightning_cpu_offload.offload.transfer import Engine, InlineEngine, Lane, words
 from tests.engines import DeferredEngine, Event
-from tests.models import quiet_trainer, single_threaded
+from tests.models import quiet_trainer
 
 CPU = torch.device("cpu")
 SEEDS: list[int | None] = [None, *range(12)]
@@ -32,8 +32,6 @@ SEEDS: list[int | None] = [None, *range(12)]
 
 SLOT_BYTES = 32
 STEPS = 4
-
-one_thread = pytest.fixture(autouse=True, scope="module")(single_threaded)
 
 
 def make_regions() -> list[Region]:

@@ -24,7 +24,6 @@ from tests.net import (
     batches,
     fit,
     offload,
-    one_thread,  # noqa: F401
     still,
     weights,
 )

@@ -27,7 +27,6 @@ from tests.net import (
     batches,
     fit,
     offload,
-    one_thread,  # noqa: F401
     sgd,
     snapshots,
     weights,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tests import models
-from tests.models import make_batches, reference_loop, single_threaded, train_reference, train_with_lightning
+from tests.models import make_batches, reference_loop, train_reference, train_with_lightning
 from tests.reference import (
     EPOCHS,
     Case,
@@ -25,8 +25,6 @@ from tests.reference import (
     pairwise,
     within_a_step,
 )
-
-one_thread = pytest.fixture(autouse=True, scope="module")(single_threaded)
 
 CHOICES: dict[str, list[Any]] = {
     "structure": ["plain", "tied", "frozen", "unused", "groups", "odd"],
