@@ -82,7 +82,7 @@ class MonitorHooks(Base):
         if offload is not None and self._is_due(trainer, step):
             record = _record(offload, self._grad_norm, trainer.strategy.root_device)
             for logger in trainer.loggers:
-                logger.log_metrics(record, step=step)
+                logger.log_metrics(record, step=step - 1)  # where Lightning puts what this step logged
 
     def _is_due(self, trainer: pl.Trainer, step: int) -> bool:
         every = self._every or trainer.log_every_n_steps  # type: ignore[attr-defined]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import zipfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +37,7 @@ class CheckpointIOHooks(Base):
             return
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
+        descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name[:32]}.", suffix=".tmp")
         try:
             with os.fdopen(descriptor, "wb") as file:
                 torch.save(checkpoint, file)
@@ -56,7 +57,8 @@ class CheckpointIOHooks(Base):
             return super().load_checkpoint(path, map_location, weights_only)
         if not Path(path).exists():
             raise FileNotFoundError(f"checkpoint file not found: {path}")
-        return torch.load(path, map_location=map_location, weights_only=weights_only, mmap=True)
+        is_zip = zipfile.is_zipfile(path)  # files of torch before 1.6 are not, and cannot be mapped
+        return torch.load(path, map_location=map_location, weights_only=weights_only, mmap=is_zip)
 
 
 if TYPE_CHECKING:

@@ -96,8 +96,6 @@ class OffloadCLI(LightningCLI):
             run=run,
             parser_class=_Parser,
             parser_kwargs={"prog": "lightning-cpu-offload"},
-            # A fixed log folder, or none, must not stop a second run; TensorBoard gives each run its own.
-            save_config_kwargs={"overwrite": True},
             trainer_defaults={"callbacks": [self.recorder]},
         )
 
@@ -178,4 +176,7 @@ class _Parser(LightningArgumentParser):
 
 def main(args: list[str] | None = None) -> None:
     """What `python -m lightning_cpu_offload` and the console script `lightning-cpu-offload` run."""
+    # The console script would not find modules in the current folder, as `python -m` does.
+    if not {"", str(Path.cwd())} & set(sys.path):
+        sys.path.insert(0, str(Path.cwd()))
     OffloadCLI(args)

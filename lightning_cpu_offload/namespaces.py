@@ -55,6 +55,8 @@ def in_each_namespace(name: str, hooks: type, base: str) -> Any:
         hooks: The mixin that holds all behaviour.
         base: Lightning's class by its path below the namespace, such as `"strategies.SingleDeviceStrategy"`.
     """
+    if "__init__" in vars(hooks):
+        vars(hooks)["__init__"].__qualname__ = f"{name}.__init__"  # what Python's own errors call it
     bases = [_resolve(namespace, base) for namespace in INSTALLED]
     variants: dict[str, type] = {}
     for own, namespace in zip(bases, INSTALLED, strict=True):

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 from typing_extensions import override
 
 from lightning_cpu_offload.namespaces import in_each_namespace, rank_zero
@@ -24,6 +25,10 @@ else:
 
 Compute = Literal["bf16-mixed", "bf16-true", "32-true"]
 COMPUTE = get_args(Compute)
+
+PRODUCTS = (nn.Linear, nn.modules.conv._ConvNd, nn.Embedding, nn.EmbeddingBag, nn.RNNBase, nn.MultiheadAttention)
+NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.Bilinear)
+LARGE = 1 << 16
 
 # How deep below the LightningModule a part may be called on its own, from a hook or a callback outside any step, and
 # still compute under autocast.
@@ -55,7 +60,7 @@ class PrecisionHooks(Base):
         self._device_type = "cpu"
         self._handles: list[Any] = []
         self._dtypes: list[tuple[nn.Module, torch.dtype]] = []
-        self._before_step: Callable[[], None] | None = None
+        self._before_step: Callable[[bool], None] | None = None
         self._outside: OutsideSteps | None = None
 
     def choose(self, device: torch.device) -> None:
@@ -76,29 +81,29 @@ class PrecisionHooks(Base):
         Under `"bf16-mixed"` a matrix that others than the optimizers may write to stays as it is, as under Lightning's
         own: the small steps of a momentum teacher would vanish in BF16.
         """
-        if tensor.dtype != torch.float32:
+        if tensor.dtype != torch.float32 or isinstance(owner, torch.jit.ScriptModule):
             return tensor.dtype
         if self.precision == "bf16-true":
             # Running statistics would be ruined by BF16, and batch norm wants its weights in their dtype.
             return tensor.dtype if isinstance(owner, nn.modules.batchnorm._NormBase) else torch.bfloat16
-        is_matrix = isinstance(tensor, nn.Parameter) and tensor.ndim >= 2
+        is_matrix = isinstance(tensor, nn.Parameter) and tensor.ndim >= 2 and _goes_into_products(owner, tensor)
         to_bf16 = self.precision == "bf16-mixed" and is_matrix and not others_write
         return torch.bfloat16 if to_bf16 else tensor.dtype
 
-    def attach(self, module: nn.Module, before_step: Callable[[], None]) -> None:
+    def attach(self, module: nn.Module, before_step: Callable[[bool], None]) -> None:
         """Let the module, and parts of it, be called outside steps too: from hooks and callbacks.
 
         Args:
             module: Already converted.
-            before_step: Called when a step begins that computes in BF16 only.
+            before_step: Called when a step begins, with whether it can compute in BF16 only.
         """
+        self._before_step = before_step
         if self.precision == "bf16-mixed":
             self._outside = OutsideSteps(self._device_type)
             for part in _callable_parts(module, _CALLABLE_DEPTH):
                 self._handles.append(part.register_forward_pre_hook(self._outside.enter))
                 self._handles.append(part.register_forward_hook(self._outside.leave, always_call=True))
         elif self.precision == "bf16-true":
-            self._before_step = before_step
             self._handles.append(module.register_forward_pre_hook(_convert_arguments, with_kwargs=True))
             for part in module.modules():
                 if "_dtype" in vars(part):  # what `module.dtype` answers
@@ -130,9 +135,9 @@ class PrecisionHooks(Base):
     @override
     def forward_context(self) -> Generator[None, None, None]:
         """Surrounds each step: autocast for `"bf16-mixed"`, BF16 as default dtype for `"bf16-true"`."""
+        if self._before_step is not None:
+            self._before_step(self.precision == "bf16-true")
         if self.precision == "bf16-true":
-            if self._before_step is not None:
-                self._before_step()
             default = torch.get_default_dtype()
             torch.set_default_dtype(torch.bfloat16)
             try:
@@ -225,6 +230,17 @@ def _autocast(device_type: str) -> AbstractContextManager:
 
 def _convert_arguments(_module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
     return _to_bf16(args), _to_bf16(kwargs)
+
+
+def _goes_into_products(owner: nn.Module, matrix: Tensor) -> bool:
+    """Whether autocast knows what is computed with a matrix.
+
+    It does for the layers below. Others may use theirs in operations that refuse two dtypes (an element-wise norm, a
+    token written into a batch), so there only what is large is taken for a factor of products.
+    """
+    if parametrize.is_parametrized(owner) or hasattr(owner, "weight_orig"):
+        return False
+    return isinstance(owner, PRODUCTS) or (matrix.numel() >= LARGE and not isinstance(owner, NORMS))
 
 
 def _callable_parts(module: nn.Module, depth: int) -> Generator[nn.Module, None, None]:

@@ -128,6 +128,16 @@ class StrategyHooks(Base):
         self._parallel_devices = list(devices or [])
 
     @property
+    def num_nodes(self) -> int:
+        """Machines the Trainer was given: one."""
+        return 1
+
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: int) -> None:
+        if num_nodes != 1:
+            raise ValueError(f"num_nodes={num_nodes}: strategy='cpu_offload' trains on one machine. Pass num_nodes=1.")
+
+    @property
     @override
     def root_device(self) -> torch.device:
         if self._device is not None:
@@ -150,6 +160,22 @@ class StrategyHooks(Base):
         self._attach(self.optimizers if fitting else [])
         self.model = self._setup_model(self.model)
         self.setup_precision_plugin()
+
+    @property
+    @override
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        return self._optimizers
+
+    @optimizers.setter
+    @override
+    def optimizers(self, optimizers: list[torch.optim.Optimizer]) -> None:
+        super(StrategyHooks, type(self)).optimizers.fset(self, optimizers)  # type: ignore[attr-defined]
+        stepped = self._attachment.optimizers if self._attachment is not None else []
+        if stepped and any(optimizer not in [hooked.optimizer for hooked in stepped] for optimizer in optimizers):
+            raise ValueError(
+                "optimizers: replaced by new ones during fit, which would step BF16 weights without their masters. "
+                "Change the settings of the optimizers there are, or call Trainer.fit again."
+            )
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -180,7 +206,8 @@ class StrategyHooks(Base):
         assert module is not None
         rule = self.precision_plugin.dtype_of
         self._attachment = Attachment(module, optimizers, self.root_device, rule, self._settings)
-        self.precision_plugin.attach(module, self._attachment.cast_replacements)
+        self.precision_plugin.attach(module, self._attachment.refresh)
+        module.to(self.root_device)  # parameters and buffers are there; this is for what else a module moves (metrics)
         if optimizers:
             rank_zero(self._namespace, "rank_zero_info")(self._plan(self._attachment))
 
@@ -198,12 +225,14 @@ class StrategyHooks(Base):
         steps = ", ".join(
             f"{type(hooked.optimizer).__name__} by {kernel if hooked.is_fused else 'its own step'}"
             for hooked in attachment.optimizers
+            if hooked.regions
         )
         return (
             f"cpu_offload: {attachment.num_parameters:,} parameters; {self.root_device} computes in "
             f"{self.precision_plugin.precision} with {_mib(attachment.weight_bytes)} of weights; the host holds "
             f"{_mib(attachment.memory.nbytes)}, of it a {'pinned' if pipeline.pinned else 'pageable'} ring of "
-            f"{_mib(attachment.memory.bytes_by_name['ring'])}; {steps}, on {attachment.threads.num_threads} threads"
+            f"{_mib(attachment.memory.bytes_by_name['ring'])}; {steps or 'no optimizer'}; "
+            f"threads: {attachment.threads.num_threads}"
         )
 
 

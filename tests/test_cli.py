@@ -59,10 +59,11 @@ def test_second_run_gets_its_own_folder(
         assert f"TensorBoard log: {tmp_path}/logs/gpt_small/version_{version}\n" in capsys.readouterr().out
 
 
-def test_second_run_without_logger_is_not_refused(root: Path, tiny_run: list[str]) -> None:
+def test_second_run_without_logger_does_not_overwrite_a_config(root: Path, tiny_run: list[str]) -> None:
     options = [option for option in tiny_run if not option.startswith("--trainer.logger")]
     without = ["--trainer.logger=false", "--trainer.callbacks=null", "--trainer.enable_checkpointing=false"]
-    for _ in range(2):
+    main(["fit", "--config", SMALL, *options, *without])
+    with pytest.raises(RuntimeError, match="to NOT exist"):
         main(["fit", "--config", SMALL, *options, *without])
 
 

@@ -37,7 +37,8 @@ class Records(Rows):
 
     @property
     def records(self) -> dict[int, dict[str, float]]:
-        return {step: row for step, row in self.rows if any(name.startswith("offload/") for name in row)}
+        # Lightning logs what optimizer step N logged at N - 1.
+        return {step + 1: row for step, row in self.rows if any(name.startswith("offload/") for name in row)}
 
 
 def monitored(module: Net, precision: str | None = "bf16-mixed", every: int | None = 1, **options: Any) -> Records:

@@ -58,8 +58,8 @@ RULE = {
 }
 
 SORTS = {
-    "matrix": ["inner.weight", "outer.weight", "cube", "embedding.weight"],
-    "vector": ["inner.bias", "outer.bias", "scalar", "layer_norm.weight", "layer_norm.bias"],
+    "matrix": ["inner.weight", "outer.weight", "embedding.weight"],
+    "vector": ["inner.bias", "outer.bias", "scalar", "cube", "layer_norm.weight", "layer_norm.bias"],
     "frozen": ["frozen.weight"],
     "buffer": ["table", "gain"],
     "batch norm": ["norm.weight", "norm.bias", "norm.running_mean", "norm.running_var"],
@@ -92,6 +92,32 @@ class TestRule:
         for dtypes in seen:
             assert dtypes == expected
         assert dtypes_of(net) == before
+
+    def test_of_matrices_that_may_meet_what_autocast_does_not_know(self) -> None:
+        """Stock `bf16-mixed` computes with each of them; in BF16 they would be refused."""
+
+        class Odd(Net):
+            def __init__(self) -> None:
+                super().__init__()
+                self.norm2d = nn.LayerNorm((4, 8))
+                self.bilinear = nn.Bilinear(8, 8, 8)
+                self.spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))
+                self.token = nn.Parameter(torch.randn(1, 8))
+                self.large = nn.Parameter(torch.randn(8, 1 << 13))
+
+            def loss(self, x: Tensor) -> Tensor:
+                x = self.spectral(self.bilinear(self.norm2d(x), x)).float()
+                x[x[:, 0] > 0] = self.token
+                return super().loss(x) + (x @ self.large).float().mean()
+
+        seen: list[dict[str, torch.dtype]] = []
+        fit(Odd(), "bf16-mixed", on_train_batch_end=lambda trainer, module, *_: seen.append(dtypes_of(module)))
+        assert {name: seen[0][name] for name in ("norm2d.weight", "bilinear.weight", "token", "large")} == {
+            "norm2d.weight": FP32,
+            "bilinear.weight": FP32,
+            "token": FP32,
+            "large": BF16,
+        }
 
     @pytest.mark.parametrize("precision", PRECISIONS)
     def test_of_each_matrix_while_validating(self, precision: str) -> None:

@@ -57,7 +57,7 @@ class Attachment:
         settings: The user's choices.
 
     Raises:
-        ValueError: A parameter is in two optimizers.
+        ValueError: A parameter is in two optimizers, or is not initialised yet.
     """
 
     def __init__(
@@ -68,6 +68,7 @@ class Attachment:
         rule: DtypeRule,
         settings: Settings,
     ) -> None:
+        _require_initialised(module)
         _require_one_owner(module, optimizers)
         self.memory = HostMemory()
         self.threads = ThreadPool(settings.cpu_threads)
@@ -90,10 +91,17 @@ class Attachment:
             self.detach()
             raise
 
-    def cast_replacements(self) -> None:
-        """Cast FP32 data that was put in place of compute copies, for steps that cannot compute with it."""
+    def refresh(self, cast: bool) -> None:
+        """Before a step of the module: let it compute with what was written since the last one.
+
+        Args:
+            cast: Whether it cannot compute with FP32 data that was put in place of a compute copy.
+        """
         for master in self._masters.values():
-            master.cast_replacement()
+            if master.host_written():
+                master.adopt()
+            elif cast:
+                master.cast_replacement()
 
     @property
     def num_parameters(self) -> int:
@@ -201,6 +209,15 @@ def _names(module: nn.Module) -> Iterable[tuple[Tensor, str]]:
         yield parameter, name
     for name, buffer in module.named_buffers():
         yield buffer, name
+
+
+def _require_initialised(module: nn.Module) -> None:
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise ValueError(
+                f"parameter {name!r} is lazy and has no shape yet, so it can have no master. "
+                "Run the module once on a dummy batch, in configure_model for instance."
+            )
 
 
 def _require_one_owner(module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:

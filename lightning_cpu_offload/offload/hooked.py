@@ -135,7 +135,8 @@ class HookedOptimizer:
         """Put the module's parameters back, and what the body changed on the device."""
         if self._engaged is None:
             return
-        self._pipeline.report.host_ms += (time.perf_counter() - self._ready) * 1e3
+        if self._engaged != "early":
+            self._pipeline.report.host_ms += (time.perf_counter() - self._ready) * 1e3
         if self._return_parameters() == "body":
             self._pipeline.run(self._chunks, _round_masters, fetch=False)
             self._settle()
@@ -152,7 +153,7 @@ class HookedOptimizer:
             for group, parameters in self._absent:
                 group["params"][:] = parameters
             self._absent.clear()
-        elif engaged == "body":
+        elif engaged is not None:
             self._exchange({master: parameter for parameter, master in self._masters.items()})
             self._return_group_values()
             self._keep_in_arena()
@@ -164,6 +165,11 @@ class HookedOptimizer:
         if closure is None:
             self.engage()
             return None
+        if not self.is_fused:
+            # Some optimizers list their parameters first and call the closure then.
+            self._admit()
+            self._exchange(self._masters)
+            self._engaged = "early"
         wrapped = partial(self._run_closure, closure)
         if "closure" in kwargs:
             return args, {**kwargs, "closure": wrapped}
@@ -269,6 +275,9 @@ class HookedOptimizer:
     def _settle(self) -> None:
         for region in self.regions:
             for master in region.masters:
+                if master.tensor.grad is not None:
+                    # As after any step in place: backward through an older graph must fail, not mix two steps.
+                    torch.autograd.graph.increment_version(master.tensor)
                 master.settle()
             self._watch.remember(region)
 
@@ -294,7 +303,9 @@ class HookedOptimizer:
         for region in self.regions:
             assert region.gradients is not None
             for index, master in enumerate(region.masters):
-                self._masters[master.tensor].grad = _host_gradient(region, index, master)
+                stand_in = self._masters[master.tensor]
+                stand_in.grad = _host_gradient(region, index, master)
+                vars(stand_in).update(vars(master.tensor))  # what users hang on a parameter for their optimizer
 
     def _borrow_group_values(self) -> None:
         """Settings that only make sense for device tensors, exchanged while the body steps host tensors."""

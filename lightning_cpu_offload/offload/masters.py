@@ -12,6 +12,7 @@ The value that counts is its master on the host. Three rules hold it together:
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -64,6 +65,10 @@ class Master:
     def written(self) -> bool:
         """Whether torch saw a write to either side; it does not see writes through `.data`."""
         return self._host_leads() or self.tensor._version != self._version or self.replaced()
+
+    def host_written(self) -> bool:
+        """Whether someone wrote into a tensor that `state_dict` returned: in a plain run, that is the weight."""
+        return self.host._version != self._host_version and not self.ahead
 
     def cast_replacement(self) -> None:
         """Let the module compute with FP32 data that was put in the copy's place; uncast, the data still counts.
@@ -136,8 +141,7 @@ class Master:
         return self._uncast if is_cast and self.tensor._version == self._version else data
 
     def _host_leads(self) -> bool:
-        # The version moves when someone writes into a tensor that `state_dict` returned: in a plain run, the weight.
-        return self.ahead or self.host._version != self._host_version
+        return self.ahead or self.host_written()
 
 
 class Live:
@@ -169,9 +173,12 @@ class StateDictHooks:
     def __init__(self, module: nn.Module, masters: dict[Tensor, Master]) -> None:
         self._module = module
         self._masters = masters
+        self._process = os.getpid()
         self._before = {(owner, name): (tensor, tensor.dtype) for owner, name, tensor in _named_tensors(module)}
         self._handles = []
         for owner in module.modules():
+            if isinstance(owner, torch.jit.ScriptModule):
+                continue  # takes no hooks; its tensors stay in their dtype, so they are what they hold
             self._handles.append(owner.register_state_dict_post_hook(Live(self._on_save)))
             self._handles.append(owner.register_load_state_dict_pre_hook(Live(self._on_load)))
 
@@ -184,6 +191,8 @@ class StateDictHooks:
                 tensor.data = self._uncast(owner, name, tensor)
 
     def _on_save(self, owner: nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: Any) -> None:
+        if os.getpid() != self._process:
+            return  # a forked child has the compute copies only: it does not inherit the masters' memory
         for name, tensor in _own_tensors(owner):
             saved = state_dict.get(prefix + name)
             # A module may save something else under the name, and `keep_vars=True` asks for the object itself.
