@@ -14,6 +14,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -337,3 +338,19 @@ def test_a_granted_pin_warns_of_nothing(pin: bool | str, ledger: Ledger) -> None
 def test_a_cpu_pins_nothing(ledger: Ledger) -> None:
     ledger.refuse_pinning = True
     assert not Pipeline(InlineEngine(CPU), HostMemory(), SLOT_BYTES, "auto").pinned
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_originals_of_what_is_trained_are_released(dtype: torch.dtype) -> None:
+    """4 bytes per parameter for the whole fit, if anything still held them."""
+    array = np.ones((16, 16), dtype=np.float32)
+    original = weakref.ref(array)
+    module = nn.Linear(16, 16, bias=False)
+    module.weight.data = torch.from_numpy(array)
+    del array
+    optimizer = torch.optim.AdamW(module.parameters())
+    assert original() is not None  # the check can fail: the parameter holds it
+    attachment = Attachment(module, [optimizer], torch.device("cpu"), lambda *_: dtype, Settings())
+    assert original() is None
+    attachment.detach()
+    assert torch.equal(module.weight, torch.ones(16, 16))

@@ -39,8 +39,7 @@ class Master:
         self.host = tensor.data.to("cpu")
         self.view = self.host
         self.ahead = False
-        self._cast: Tensor | None = None
-        self._uncast = self.host
+        self._replacement: tuple[Tensor, Tensor] | None = None  # FP32 data put in the copy's place, and its cast
         self._dtype = tensor.dtype
         self.settle()
 
@@ -53,7 +52,7 @@ class Master:
     def settle(self) -> None:
         """Master and compute copy agree as they are now: only later writes are news."""
         self.ahead = False
-        self._cast = None
+        self._replacement = None
         self._version = self.tensor._version
         self._host_version = self.host._version
 
@@ -76,9 +75,10 @@ class Master:
         Both the copy and the data stay as they are: whoever exchanged them may put the copy back.
         """
         if self.tensor.dtype != self.view.dtype:
-            self._uncast = self.tensor.data
-            self._cast = self._uncast.to(self.view.dtype)
-            self.tensor.data = self._cast
+            uncast = self.tensor.data
+            cast = uncast.to(self.view.dtype)
+            self.tensor.data = cast
+            self._replacement = uncast, cast
             self._version = self.tensor._version
 
     @torch.no_grad()
@@ -137,8 +137,10 @@ class Master:
 
     def _data(self) -> Tensor:
         data = self.tensor.data
-        is_cast = self._cast is not None and data.data_ptr() == self._cast.data_ptr()
-        return self._uncast if is_cast and self.tensor._version == self._version else data
+        if self._replacement is not None and self.tensor._version == self._version:
+            uncast, cast = self._replacement
+            return uncast if data.data_ptr() == cast.data_ptr() else data
+        return data
 
     def _host_leads(self) -> bool:
         return self.ahead or self.host_written()
