@@ -115,16 +115,18 @@ class HookedOptimizer:
         self.adopt_writes()
         for region in self.regions:
             region.lay_out_gradients()
-        self._warn_without_gradients()
+        chunks = self._stepped_chunks()
+        if not chunks:
+            self._warn_without_gradients()
         if self._fused is not None and self.is_fused:
             self._fused.begin()
             self._masters_lead()
-            self._pipeline.run(self._stepped_chunks(), self._fused.work)
+            self._pipeline.run(chunks, self._fused.work)
             self._settle()
             self._hide_parameters()
             self._engaged = "kernel"
         else:
-            self._collect_gradients()
+            self._collect_gradients(chunks)
             self._masters_lead()
             self._borrow_group_values()
             self._exchange(self._masters)
@@ -154,7 +156,7 @@ class HookedOptimizer:
                 group["params"][:] = parameters
             self._absent.clear()
         elif engaged is not None:
-            self._exchange({master: parameter for parameter, master in self._masters.items()})
+            self._exchange_back()
             self._return_group_values()
             self._keep_in_arena()
         return engaged
@@ -189,11 +191,11 @@ class HookedOptimizer:
         # torch casts loaded state to the dtype and device of the parameters it finds: it must find the masters.
         self.disengage()
         if _fits(self.optimizer, state_dict):
-            self._admit(with_state=_parameters_with_state(self.optimizer, state_dict))
+            self._admit(with_state=self._parameters_with_state(state_dict))
             self._exchange(self._masters)
 
     def _after_load(self, _optimizer: Any) -> None:
-        self._exchange({master: parameter for parameter, master in self._masters.items()})
+        self._exchange_back()
         self._own_state(self._masters)
         self._allocate()
 
@@ -223,6 +225,9 @@ class HookedOptimizer:
         self._allocate()
         self._own_state(masters)
 
+    def _parameters_with_state(self, state_dict: dict[str, Any]) -> list[Tensor]:
+        return [parameter for index, parameter in enumerate(self.parameters()) if index in state_dict["state"]]
+
     def _allocate(self) -> None:
         for region in self.regions:
             if self.is_fused:
@@ -242,7 +247,7 @@ class HookedOptimizer:
                     state[name] = value.detach().to("cpu", copy=True)
 
     def _warn_without_gradients(self) -> None:
-        if self._masters and not self._warned and not self._stepped_chunks():
+        if self._masters and not self._warned:
             self._warned = True
             warnings.warn(
                 f"{type(self.optimizer).__name__}.step() found no gradient in any of its {len(self._masters)} "
@@ -296,10 +301,13 @@ class HookedOptimizer:
             if old in state:
                 state[new] = state.pop(old)
 
-    def _collect_gradients(self) -> None:
+    def _exchange_back(self) -> None:
+        self._exchange({master: parameter for parameter, master in self._masters.items()})
+
+    def _collect_gradients(self, chunks: list[tuple[Region, Chunk]]) -> None:
         for region in self.regions:
             region.allocate_gradients()
-        self._pipeline.run(self._stepped_chunks(), _widen_gradients)
+        self._pipeline.run(chunks, _widen_gradients)
         for region in self.regions:
             assert region.gradients is not None
             for index, master in enumerate(region.masters):
@@ -358,11 +366,6 @@ def _on_host(name: str, value: Any) -> Any:
     if isinstance(value, Tensor) and value.device.type != "cpu":
         return value.to("cpu")
     return value
-
-
-def _parameters_with_state(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> list[Tensor]:
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    return [parameter for index, parameter in enumerate(parameters) if index in state_dict["state"]]
 
 
 def _fits(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> bool:

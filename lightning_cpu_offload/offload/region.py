@@ -87,7 +87,7 @@ class Region:
         return self.masters[piece.index].tensor.grad is not None
 
     def lay_out_gradients(self) -> None:
-        """Give gradients the layout and dtype of their parameters; autograd nearly always has done so."""
+        """Give gradients the layout of their parameters; autograd nearly always has done so."""
         for master, stride in zip(self.masters, self.strides, strict=True):
             gradient = master.tensor.grad
             if gradient is not None and not _same_layout(gradient, stride):
