@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_cpu_offload.kernels import ThreadPool, adamw
+from lightning_cpu_offload import kernels
+from lightning_cpu_offload.kernels import ThreadPool
 from lightning_cpu_offload.kernels.adamw import SHARE
 
 ONE = ThreadPool(1)
@@ -18,6 +19,11 @@ SIZES = [0, 1, 7, 127, 128, 129, 4097, SHARE + 13]
 HYPER: dict[str, Any] = {"lr": 3e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 
 Arrays = dict[str, np.ndarray]
+
+
+def adamw(*, plane: np.ndarray, **options: Any) -> None:
+    """The step in place: the gradient in, the weight out."""
+    kernels.adamw(gradient=plane, weight=plane, **options)
 
 
 def bfloat16(values: np.ndarray) -> np.ndarray:
@@ -282,7 +288,7 @@ def test_nonfinite_gradient_shows_in_its_own_element_alone(value: float, dtype: 
     ("change", "message"),
     [
         ({"step": 0}, "step=0: must be 1 or more"),
-        ({"plane": np.zeros(4, np.float16)}, r"plane\.dtype=float16: must be uint16 .* or float32"),
+        ({"plane": np.zeros(4, np.float16)}, r"gradient\.dtype=float16: must be uint16 .* or float32"),
         ({"exp_avg": np.zeros(4, np.float64)}, r"exp_avg\.dtype=float64: must be float32"),
         ({"exp_avg_sq": np.zeros(5, np.float32)}, r"exp_avg_sq\.shape=\(5,\): must be \(4,\)"),
         ({"param": np.zeros((2, 2), np.float32)}, r"param\.shape=\(2, 2\): must be \(4,\)"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -69,6 +70,23 @@ def test_kernels_import_where_numba_cannot_write_its_cache() -> None:
     assert "cannot cache function" in reason
 
 
+FINGERPRINT = """
+import numpy
+print(kernels.__file__, kernels.fingerprint(numpy.zeros(9), threads=kernels.ThreadPool(1)))
+"""
+
+
+def test_kernels_are_cached_elsewhere_where_the_package_cannot_be_written_to(tmp_path: Path) -> None:
+    package = tmp_path / "lightning_cpu_offload"
+    shutil.copytree(ROOT / package.name / "kernels", package / "kernels", ignore=shutil.ignore_patterns("__pycache__"))
+    (package / "kernels" / "__pycache__").write_text("in the way")  # also of a superuser, whom no permission stops
+    code = f"package.__path__ = [{str(package)!r}]\nimport lightning_cpu_offload.kernels as kernels" + FINGERPRINT
+    home = tmp_path / "home"
+    environment = {"HOME": str(home), "XDG_CACHE_HOME": str(home), "LOCALAPPDATA": str(home), "NUMBA_CACHE_DIR": ""}
+    assert str(package) in run_alone(code, **environment)
+    assert list(home.rglob("fingerprint.*.nbc"))
+
+
 def test_kernels_are_available_here() -> None:
     assert kernels.available()
     assert kernels.IMPORT_ERROR is None
@@ -84,8 +102,8 @@ plane = (x[1].view(np.uint32) >> 16).astype(np.uint16)
 x[3] **= 2
 options = dict(lr=3e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, threads=kernels.ThreadPool(1))
 for step in (1, 2, 3):
-    kernels.adamw(x[0], plane, x[2], x[3], **options, decoupled=True, step=step)
-    kernels.adamw(x[0], x[1], x[2], x[3], **options, decoupled=False, step=step)
+    kernels.adamw(x[0], plane, plane, x[2], x[3], **options, decoupled=True, step=step)
+    kernels.adamw(x[0], x[1], x[1], x[2], x[3], **options, decoupled=False, step=step)
 print(hashlib.sha256(x.tobytes() + plane.tobytes()).hexdigest())
 """
 

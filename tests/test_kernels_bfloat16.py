@@ -26,7 +26,7 @@ def rounded_by_kernel(bits: np.ndarray) -> np.ndarray:
     """The BF16 weights that a step with a learning rate of zero makes of FP32 weights given by their bits."""
     param = bits.astype(np.uint32).view(np.float32)
     plane, exp_avg, exp_avg_sq = np.zeros(bits.size, np.uint16), *np.zeros((2, bits.size), np.float32)
-    adamw(param, plane, exp_avg, exp_avg_sq, **OPTIONS, beta1=0.9, step=1, threads=ThreadPool(1))
+    adamw(param, plane, plane, exp_avg, exp_avg_sq, **OPTIONS, beta1=0.9, step=1, threads=ThreadPool(1))
     return plane
 
 
@@ -59,7 +59,7 @@ def test_every_bfloat16_gradient_is_read_exactly() -> None:
     patterns = all_bfloat16_patterns()
     plane = patterns.astype(np.uint16)
     param, exp_avg, exp_avg_sq = np.zeros((3, patterns.size), np.float32)
-    adamw(param, plane, exp_avg, exp_avg_sq, **OPTIONS, beta1=0.0, step=1, threads=ThreadPool(1))
+    adamw(param, plane, plane, exp_avg, exp_avg_sq, **OPTIONS, beta1=0.0, step=1, threads=ThreadPool(1))
     finite = np.isfinite((patterns << 16).view(np.float32))
     np.testing.assert_array_equal(exp_avg.view(np.uint32)[finite], patterns[finite] << 16)
     assert not np.isfinite(exp_avg[~finite]).any()

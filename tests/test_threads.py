@@ -75,6 +75,19 @@ def test_threads_are_kept_between_calls_and_end_with_shutdown() -> None:
     pool.shutdown()
 
 
+def test_a_slow_thread_does_not_hold_up_the_others() -> None:
+    rest_done = threading.Semaphore(0)
+
+    def slow_at_first(item: int) -> int:
+        if item == 0:
+            assert all(rest_done.acquire(timeout=30) for _ in range(99))
+        else:
+            rest_done.release()
+        return item
+
+    assert ThreadPool(2).map(slow_at_first, range(100)) == list(range(100))
+
+
 class Item:
     def __init__(self, index: int) -> None:
         self.index = index

@@ -1,8 +1,8 @@
 """AdamW and Adam in one pass over memory (Loshchilov & Hutter 2019, algorithm 2; Kingma & Ba 2015).
 
-The step is bound by memory, so each array is read once and written once: 28 bytes for a parameter with a BF16
-plane. The plane holds the gradient when the step starts and the new weight when it ends; writing where one has
-just read spares the memory the read that precedes a write elsewhere.
+The step is bound by memory, so each array is read once and written once: 28 bytes for a parameter whose BF16
+gradient and weight share one array, the plane. It holds the gradient when the step starts and the new weight when
+it ends; writing where one has just read spares the memory the read that precedes a write elsewhere.
 
 The arithmetic is that of torch's `_single_tensor_adam` (torch/optim/adam.py), operation by operation in IEEE
 float32: no fastmath, no fused multiply-add. Each element depends on its own inputs only, so neither the
@@ -12,14 +12,16 @@ processor nor the number of threads nor the way an array is cut changes a bit of
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
-from .bfloat16 import narrow, widen
+from .arithmetic import coefficients, descend, moments
+from .arrays import check_array, check_step, is_in_place
+from .bfloat16 import read, write
 from .intrinsics import fetch_add, itemsize, prefetch
+from .jit import kernel
 from .threads import ThreadPool
 
 __all__ = ["adamw"]
@@ -36,30 +38,16 @@ AHEAD = 4 * BLOCK
 LINE_BYTES = 64
 
 
-class _Coefficients(NamedTuple):
-    """The scalars of one step, each computed in double precision and rounded to float32 once."""
-
-    grad_scale: np.float32
-    weight_decay: np.float32
-    decay_factor: np.float32
-    one_minus_beta1: np.float32
-    beta2: np.float32
-    one_minus_beta2: np.float32
-    bias_correction2_sqrt: np.float32
-    eps: np.float32
-    step_size: np.float32
-
-
-@njit(nogil=True, cache=True, error_model="numpy")
+@kernel
 def _update_shares(
-    param: Any, plane: Any, exp_avg: Any, exp_avg_sq: Any, c: Any, decoupled: Any, next_share: Any
+    param: Any, gradient: Any, weight: Any, exp_avg: Any, exp_avg_sq: Any, max_exp_avg_sq: Any, c: Any, next_share: Any
 ) -> None:
     """Update shares of the arrays until none is left; threads draw them from the counter `next_share`.
 
-    Indices are unsigned because numba makes signed ones count from the end when negative, and a loop with
-    that test in it is not vectorized.
+    `weight` is None where the new weight takes the gradient's place, `max_exp_avg_sq` without amsgrad; each of
+    them makes a kernel of its own. Indices are unsigned because numba makes signed ones count from the end when
+    negative, and a loop with that test in it is not vectorized.
     """
-    is_bfloat16 = itemsize(plane) == 2
     while True:
         start = fetch_add(next_share, SHARE)
         if start >= param.size:
@@ -72,35 +60,31 @@ def _update_shares(
                     prefetch(param, i)
                     prefetch(exp_avg, i)
                     prefetch(exp_avg_sq, i)
-                for i in range(first, last, np.uint64(LINE_BYTES // itemsize(plane))):
-                    prefetch(plane, i)
+                for i in range(first, last, np.uint64(LINE_BYTES // itemsize(gradient))):
+                    prefetch(gradient, i)
             for i in range(np.uint64(block), np.uint64(min(block + BLOCK, stop))):
-                grad = (widen(plane[i]) if is_bfloat16 else plane[i]) * c.grad_scale
-                weight, m, v = param[i], exp_avg[i], exp_avg_sq[i]
-                if decoupled:
-                    weight *= c.decay_factor
+                w, m, v = moments(param[i], read(gradient, i), exp_avg[i], exp_avg_sq[i], c)
+                exp_avg[i], exp_avg_sq[i] = m, v
+                if max_exp_avg_sq is not None:
+                    if v > max_exp_avg_sq[i] or v != v:  # torch.maximum, which keeps NaN
+                        max_exp_avg_sq[i] = v
+                    v = max_exp_avg_sq[i]
+                w = descend(w, m, v, c)
+                param[i] = w
+                if weight is None:
+                    write(gradient, i, w)
                 else:
-                    grad += c.weight_decay * weight
-                if c.one_minus_beta1 < 0.5:  # torch.lerp, exact at both of its ends
-                    m += c.one_minus_beta1 * (grad - m)
-                else:
-                    m = grad + (c.one_minus_beta1 - np.float32(1)) * (grad - m)
-                v = v * c.beta2 + c.one_minus_beta2 * grad * grad
-                denom = math.sqrt(v) / c.bias_correction2_sqrt + c.eps
-                weight -= c.step_size * m / denom
-                param[i], exp_avg[i], exp_avg_sq[i] = weight, m, v
-                if is_bfloat16:
-                    plane[i] = narrow(weight)
-                else:
-                    plane[i] = weight
+                    write(weight, i, w)
 
 
 def adamw(
     param: NDArray[np.float32],
-    plane: NDArray[np.uint16] | NDArray[np.float32],
+    gradient: NDArray[np.uint16] | NDArray[np.float32],
+    weight: NDArray[np.uint16] | NDArray[np.float32],
     exp_avg: NDArray[np.float32],
     exp_avg_sq: NDArray[np.float32],
     *,
+    max_exp_avg_sq: NDArray[np.float32] | None = None,
     lr: float,
     beta1: float,
     beta2: float,
@@ -111,14 +95,17 @@ def adamw(
     grad_scale: float = 1.0,
     threads: ThreadPool,
 ) -> None:
-    """Take one step of AdamW or Adam in place; all arrays have shape `(n,)` and do not overlap.
+    """Take one step of AdamW or Adam in place; all arrays have shape `(n,)`.
+
+    No two arrays may overlap, but `gradient` and `weight` may be the same array: that is the fastest way.
 
     Args:
         param: FP32 master weights.
-        plane: On entry the gradient, on exit the new weight rounded to nearest even: BF16 numbers in uint16,
-            or float32.
+        gradient: The gradient: BF16 numbers in uint16, or float32. Only read, unless it is `weight`.
+        weight: Where the new weight goes, rounded to nearest even: BF16 numbers in uint16, or float32.
         exp_avg: First moment.
         exp_avg_sq: Second moment.
+        max_exp_avg_sq: Maximum of the second moments so far; given, the step is that of AMSGrad.
         lr: Learning rate.
         beta1: Decay of the first moment.
         beta2: Decay of the second moment.
@@ -132,39 +119,19 @@ def adamw(
     Raises:
         ValueError: If `step` or an array is not as described.
     """
-    _check(param, plane, exp_avg, exp_avg_sq, step)
-    coefficients = _Coefficients(
-        grad_scale=np.float32(grad_scale),
-        weight_decay=np.float32(weight_decay),
-        decay_factor=np.float32(1 - lr * weight_decay),
-        one_minus_beta1=np.float32(1 - beta1),
-        beta2=np.float32(beta2),
-        one_minus_beta2=np.float32(1 - beta2),
-        bias_correction2_sqrt=np.float32((1 - beta2**step) ** 0.5),
-        eps=np.float32(eps),
-        step_size=np.float32(lr / (1 - beta1**step)),
-    )
-    # Without weight decay the two are the same step; the decoupled one does not touch the gradient.
-    decoupled = decoupled or weight_decay == 0
+    check_step(step)
+    for name, array in (("param", param), ("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)):
+        check_array(name, array, param.size, np.float32)
+    if max_exp_avg_sq is not None:
+        check_array("max_exp_avg_sq", max_exp_avg_sq, param.size, np.float32)
+    check_array("gradient", gradient, param.size, np.uint16, np.float32)
+    check_array("weight", weight, param.size, np.uint16, np.float32)
+    out = None if is_in_place(gradient, weight) else weight
+    c = coefficients(lr, beta1, beta2, eps, weight_decay, decoupled, step, grad_scale)
     next_share = np.zeros(1, np.int64)
 
     def work(_: int) -> None:
-        _update_shares(param, plane, exp_avg, exp_avg_sq, coefficients, decoupled, next_share)
+        _update_shares(param, gradient, out, exp_avg, exp_avg_sq, max_exp_avg_sq, c, next_share)
 
     shares = math.ceil(param.size / SHARE)
     threads.map(work, range(min(shares, threads.num_threads)))
-
-
-def _check(param: Any, plane: Any, exp_avg: Any, exp_avg_sq: Any, step: int) -> None:
-    if step < 1:
-        raise ValueError(f"step={step!r}: must be 1 or more. Count the step before taking it.")
-    if plane.dtype not in (np.uint16, np.float32):
-        raise ValueError(f"plane.dtype={plane.dtype}: must be uint16 (BF16 bits) or float32. Convert it first.")
-    arrays = {"param": param, "plane": plane, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
-    for name, array in arrays.items():
-        if name != "plane" and array.dtype != np.float32:
-            raise ValueError(f"{name}.dtype={array.dtype}: must be float32. Keep masters and moments in FP32.")
-        if array.shape != (param.size,):
-            raise ValueError(f"{name}.shape={array.shape}: must be {(param.size,)}. Pass flat arrays of one size.")
-        if not array.flags.carray:
-            raise ValueError(f"{name}.strides={array.strides}: must be contiguous and writable. Pass a plain view.")

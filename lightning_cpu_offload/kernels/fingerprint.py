@@ -12,10 +12,10 @@ import math
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from .intrinsics import fetch_add
+from .jit import kernel
 from .threads import ThreadPool
 
 __all__ = ["fingerprint"]
@@ -31,7 +31,7 @@ _FACTOR2 = np.uint64(0xC4CEB9FE1A85EC53)
 _SHIFT = np.uint64(33)
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@kernel
 def _sum_shares(words: Any, first_position: Any, next_share: Any) -> Any:
     """Return the sum of the hashes of those shares of `words` that this thread drew from `next_share`."""
     total = np.uint64(0)
