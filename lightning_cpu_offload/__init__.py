@@ -4,13 +4,14 @@ Importing this package registers the strategy in every Lightning namespace that 
 """
 
 from lightning_cpu_offload.callbacks import OffloadMonitor
+from lightning_cpu_offload.estimate import estimate
 from lightning_cpu_offload.namespaces import INSTALLED
 from lightning_cpu_offload.precision import CPUOffloadPrecision
 from lightning_cpu_offload.strategy import CPUOffloadStrategy
 
 __version__ = "0.1.0"
 
-__all__ = ["CPUOffloadPrecision", "CPUOffloadStrategy", "OffloadMonitor"]
+__all__ = ["CPUOffloadPrecision", "CPUOffloadStrategy", "OffloadMonitor", "estimate"]
 
 
 def _register() -> None:

@@ -6,7 +6,12 @@ import sys
 
 
 def main(args: list[str] | None = None) -> None:
-    """Run the command line; see `lightning_cpu_offload.cli`."""
+    """Run the command line; see `lightning_cpu_offload.cli`. `doctor` needs no package but those of the training."""
+    words = sys.argv[1:] if args is None else args
+    if words[:1] == ["doctor"]:
+        from lightning_cpu_offload.estimate import doctor
+
+        sys.exit(doctor.main(words[1:]))
     try:
         from lightning_cpu_offload import cli
     except ModuleNotFoundError as error:

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import importlib
+import json
 import math
 import shutil
 import sys
 import time
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import torch
+
 from lightning_cpu_offload.callbacks import count_items
+from lightning_cpu_offload.estimate import Estimate, estimate
 from lightning_cpu_offload.namespaces import pl
+from lightning_cpu_offload.offload.sizes import parse_bytes
 
 if TYPE_CHECKING:
     from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
@@ -95,7 +101,11 @@ class OffloadCLI(LightningCLI):
             args=args,
             run=run,
             parser_class=_Parser,
-            parser_kwargs={"prog": "lightning-cpu-offload"},
+            parser_kwargs={
+                "prog": "lightning-cpu-offload",
+                "description": "Trains with CPU offload. Two more commands need no training: "
+                "`estimate --config FILE` says what will fit and how fast, `doctor` what this machine is.",
+            },
             trainer_defaults={"callbacks": [self.recorder]},
         )
 
@@ -105,6 +115,105 @@ class OffloadCLI(LightningCLI):
             self.trainer.validate(self.model, datamodule=self.datamodule, verbose=False)
         if self.trainer.is_global_zero:
             print("\n".join(report(self.trainer, self.model, self.recorder)))
+
+
+class EstimateCLI(LightningCLI):
+    """Builds the model of a config without memory, and estimates how it trains under the config's Trainer settings.
+
+    Args:
+        args: Command line without the word `estimate`, as for `OffloadCLI`.
+    """
+
+    def __init__(self, args: ArgsType) -> None:
+        super().__init__(
+            args=args,
+            run=False,
+            save_config_callback=None,
+            parser_class=_Parser,
+            parser_kwargs={"prog": "lightning-cpu-offload estimate"},
+        )
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Adds what only an estimate takes, and what a config written by a run holds besides."""
+        parser.add_argument("--vram", type=str | None, default=None, help="memory of the device, such as 12GiB")
+        parser.add_argument("--ram", type=str | None, default=None, help="memory of the host, such as 32GiB")
+        parser.add_argument("--device_fraction", type=float, default=0.25, help="part to step on the device")
+        parser.add_argument("--tflops", type=float | None, default=None, help="TFLOP/s of products on the device")
+        parser.add_argument("--pcie", type=float | None, default=None, help="GB/s between device and host, each way")
+        parser.add_argument("--host_rate", type=float | None, default=None, help="GB/s of the host step")
+        parser.add_argument("--device_rate", type=float | None, default=None, help="GB/s of device memory")
+        parser.add_argument("--json", action="store_true", help="print everything as JSON")
+        for name in ("ckpt_path", "weights_only"):
+            parser.add_argument(f"--{name}", default=None, help="not used")
+
+    def instantiate_classes(self) -> None:
+        """Builds model and data, the model's tensors without memory where its constructor bears that."""
+        for name in ("callbacks", "logger"):
+            self.config["trainer"][name] = None
+        try:
+            with torch.device("meta"):
+                super().instantiate_classes()
+        except (NotImplementedError, RuntimeError):  # a constructor that reads values
+            super().instantiate_classes()
+
+    def instantiate_trainer(self, **_unused: Any) -> Any:
+        """None: nothing is run."""
+        return None
+
+    def estimate(self) -> Estimate:
+        """The estimate for what was built."""
+        settings, trainer = self.config, self.config_init["trainer"]
+        precision = {"bf16-true": "bf16-true", "bf16-mixed": "bf16-mixed"}.get(str(trainer["precision"]))
+        scaled = {"flops": ("tflops", 1e12), "d2h": ("pcie", 1e9), "h2d": ("pcie", 1e9), "host": ("host_rate", 1e9)}
+        scaled["device"] = ("device_rate", 1e9)
+        rates = {name: settings[key] and settings[key] * factor for name, (key, factor) in scaled.items()}
+        return estimate(
+            self.model,
+            first_batch(self.model, self.datamodule),
+            strategy=trainer["strategy"],
+            precision=precision,
+            accumulate_grad_batches=trainer["accumulate_grad_batches"] or 1,
+            gradient_clip_val=trainer["gradient_clip_val"],
+            vram=settings["vram"] and parse_bytes(settings["vram"]),
+            ram=settings["ram"] and parse_bytes(settings["ram"]),
+            device_fraction=settings["device_fraction"],
+            rates=rates,
+        )
+
+
+def first_batch(model: Any, data: Any) -> Any:
+    """A training batch: what `example_batch()` of the data or the model gives, or the first real one.
+
+    Raises:
+        ValueError: There is neither.
+    """
+    for source in (data, model):
+        if hasattr(source, "example_batch"):
+            return source.example_batch()
+    if data is not None:
+        data.prepare_data()
+        data.setup("fit")
+    source = model if data is None else data
+    try:
+        return next(iter(source.train_dataloader()))
+    except Exception as error:
+        raise ValueError(
+            f"data={type(source).__name__}: no training batch could be taken from it ({error}). "
+            "Give --data, or a method example_batch() that returns one batch."
+        ) from error
+
+
+def run_estimate(args: list[str]) -> int:
+    """Print an estimate; returns the exit status: 1 where memory was given and nothing fits in it."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "LightningCLI's args parameter")  # the first word is ours
+        cli = EstimateCLI(args)
+    try:
+        result = cli.estimate()
+    except ValueError as error:
+        cli.parser.error(str(error))
+    print(json.dumps(result.to_dict(), indent=2) if cli.config["json"] else result)
+    return 0 if result.fitting else 1
 
 
 def report(trainer: pl.Trainer, model: pl.LightningModule, recorder: RunRecorder) -> list[str]:
@@ -179,4 +288,7 @@ def main(args: list[str] | None = None) -> None:
     # The console script would not find modules in the current folder, as `python -m` does.
     if not {"", str(Path.cwd())} & set(sys.path):
         sys.path.insert(0, str(Path.cwd()))
+    words = sys.argv[1:] if args is None else args
+    if words[:1] == ["estimate"]:
+        sys.exit(run_estimate(words[1:]))
     OffloadCLI(args)

@@ -6,7 +6,7 @@ models bear and which saves FP32 activations. `"32-true"` computes in FP32 throu
 """
 
 # No `from __future__ import annotations`: the command line reads the types of the constructor.
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -17,9 +17,12 @@ from torch.nn.utils import parametrize
 from typing_extensions import override
 
 from lightning_cpu_offload.namespaces import in_each_namespace, rank_zero
+from lightning_cpu_offload.offload.clip import Clip
 
 if TYPE_CHECKING:
     from lightning.pytorch.plugins.precision import Precision as Base
+
+    from lightning_cpu_offload.offload.attach import Attachment
 else:
     Base = object
 
@@ -29,10 +32,7 @@ COMPUTE = get_args(Compute)
 PRODUCTS = (nn.Linear, nn.modules.conv._ConvNd, nn.Embedding, nn.EmbeddingBag, nn.RNNBase, nn.MultiheadAttention)
 NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.Bilinear)
 LARGE = 1 << 16
-
-# How deep below the LightningModule a part may be called on its own, from a hook or a callback outside any step, and
-# still compute under autocast.
-_CALLABLE_DEPTH = 2
+PLAIN = ("Precision", "NoneType")  # what Lightning makes of a precision that was left unset, or is "32-true"
 
 
 class PrecisionHooks(Base):
@@ -60,8 +60,14 @@ class PrecisionHooks(Base):
         self._device_type = "cpu"
         self._handles: list[Any] = []
         self._dtypes: list[tuple[nn.Module, torch.dtype]] = []
-        self._before_step: Callable[[bool], None] | None = None
+        self._attachment: Attachment | None = None
         self._outside: OutsideSteps | None = None
+        self._clips_last = False
+
+    @property
+    def _desired_input_dtype(self) -> torch.dtype:
+        # What Lightning asks a HalfPrecision for: by it, ThroughputMonitor chooses the peak it divides by.
+        return torch.float32 if self.precision == "32-true" else torch.bfloat16
 
     def choose(self, device: torch.device) -> None:
         """Decide on the compute dtype, now that the device is known."""
@@ -81,28 +87,34 @@ class PrecisionHooks(Base):
         Under `"bf16-mixed"` a matrix that others than the optimizers may write to stays as it is, as under Lightning's
         own: the small steps of a momentum teacher would vanish in BF16.
         """
-        if tensor.dtype != torch.float32 or isinstance(owner, torch.jit.ScriptModule):
-            return tensor.dtype
         if self.precision == "bf16-true":
-            # Running statistics would be ruined by BF16, and batch norm wants its weights in their dtype.
-            return tensor.dtype if isinstance(owner, nn.modules.batchnorm._NormBase) else torch.bfloat16
+            is_rounded = tensor.is_floating_point() and not _would_be_ruined(owner, tensor)
+            return torch.bfloat16 if is_rounded else tensor.dtype
+        if tensor.dtype != torch.float32:
+            return tensor.dtype
         is_matrix = isinstance(tensor, nn.Parameter) and tensor.ndim >= 2 and _goes_into_products(owner, tensor)
         to_bf16 = self.precision == "bf16-mixed" and is_matrix and not others_write
         return torch.bfloat16 if to_bf16 else tensor.dtype
 
-    def attach(self, module: nn.Module, before_step: Callable[[bool], None]) -> None:
+    def attach(self, module: nn.Module, attachment: "Attachment") -> None:
         """Let the module, and parts of it, be called outside steps too: from hooks and callbacks.
 
         Args:
             module: Already converted.
-            before_step: Called when a step begins, with whether it can compute in BF16 only.
+            attachment: What holds its masters; told when a step begins.
         """
-        self._before_step = before_step
+        self._attachment = attachment
+        # Whether Lightning's clipping is the last thing that happens to gradients before the step.
+        self._clips_last = getattr(module, "automatic_optimization", False) and not is_overridden(
+            module, "configure_gradient_clipping", self._namespace
+        )
         if self.precision == "bf16-mixed":
             self._outside = OutsideSteps(self._device_type)
-            for part in _callable_parts(module, _CALLABLE_DEPTH):
+            for part in _holders_of_bf16(module):
                 self._handles.append(part.register_forward_pre_hook(self._outside.enter))
                 self._handles.append(part.register_forward_hook(self._outside.leave, always_call=True))
+                if isinstance(part, (nn.Embedding, nn.EmbeddingBag)):
+                    self._handles.append(part.register_forward_hook(_as_autocast_leaves_it))
         elif self.precision == "bf16-true":
             self._handles.append(module.register_forward_pre_hook(_convert_arguments, with_kwargs=True))
             for part in module.modules():
@@ -119,7 +131,7 @@ class PrecisionHooks(Base):
             self._handles.pop().remove()
         if self._outside is not None:
             self._outside.unwind()
-        self._before_step = self._outside = None
+        self._attachment = self._outside = None
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
@@ -135,8 +147,42 @@ class PrecisionHooks(Base):
     @override
     def forward_context(self) -> Generator[None, None, None]:
         """Surrounds each step: autocast for `"bf16-mixed"`, BF16 as default dtype for `"bf16-true"`."""
-        if self._before_step is not None:
-            self._before_step(self.precision == "bf16-true")
+        with self._step_context(trains=False):
+            yield
+
+    @contextmanager
+    @override
+    def train_step_context(self) -> Generator[None, None, None]:
+        """The same for a training step, which may begin while the optimizer's step is still under way."""
+        with self._step_context(trains=True):
+            yield
+
+    @override
+    def clip_grad_by_norm(self, optimizer: Any, clip_val: int | float) -> None:
+        """As torch clips, but gradients whose norm is not finite are left alone: their step will not be made."""
+        hooked = None if self._attachment is None else self._attachment.find(optimizer)
+        if hooked is not None and hooked.streams:
+            hooked.clip = Clip(max_norm=clip_val)
+            return
+        parameters = list(self.main_params(optimizer))
+        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        torch.nn.utils.clip_grads_with_norm_(parameters, clip_val, torch.where(norm.isfinite(), norm, 0.0))
+        if hooked is not None and self._clips_last:
+            hooked.norm = norm
+
+    @override
+    def clip_grad_by_value(self, optimizer: Any, clip_val: int | float) -> None:
+        """As torch clips; gradients on the host in the step itself."""
+        hooked = None if self._attachment is None else self._attachment.find(optimizer)
+        if hooked is not None and hooked.streams:
+            hooked.clip = Clip(max_value=clip_val)
+        else:
+            super().clip_grad_by_value(optimizer, clip_val)
+
+    @contextmanager
+    def _step_context(self, trains: bool) -> Generator[None, None, None]:
+        if self._attachment is not None:
+            self._attachment.refresh(cast=self.precision == "bf16-true", trains=trains)
         if self.precision == "bf16-true":
             default = torch.get_default_dtype()
             torch.set_default_dtype(torch.bfloat16)
@@ -159,7 +205,7 @@ class PrecisionHooks(Base):
         return nullcontext()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_handles": [], "_dtypes": [], "_before_step": None, "_outside": None}
+        return {**vars(self), "_handles": [], "_dtypes": [], "_attachment": None, "_outside": None}
 
 
 class OutsideSteps:
@@ -193,20 +239,36 @@ class OutsideSteps:
 if TYPE_CHECKING:
     CPUOffloadPrecision = PrecisionHooks
 else:
-    CPUOffloadPrecision = in_each_namespace("CPUOffloadPrecision", PrecisionHooks, "plugins.Precision")
+    CPUOffloadPrecision = in_each_namespace("CPUOffloadPrecision", PrecisionHooks, "plugins.HalfPrecision")
 
 
-def precision_for(plugin: Any, namespace: str) -> Any:
+def precision_for(plugin: Any, namespace: str, given: PrecisionHooks | None = None) -> Any:
     """The plugin that stands in for the one Lightning made of the Trainer's `precision`; None: the default.
 
+    Args:
+        plugin: Lightning's, or one of ours.
+        namespace: The one in which the result is to work.
+        given: What the strategy was constructed with. Lightning makes a plugin for the Trainer's `precision` all
+            the same, and a plain one if it was left unset.
+
     Raises:
-        ValueError: A precision that is not computed here.
+        ValueError: A precision that is not computed here, or two that differ.
     """
-    if isinstance(plugin, PrecisionHooks):
-        return plugin
+    if given is not None and type(plugin).__name__ in PLAIN:
+        return given
+    chosen = plugin if isinstance(plugin, PrecisionHooks) else _stand_in(plugin, namespace)
+    if given is not None and chosen._asked != given._asked:
+        raise ValueError(
+            f"precision={chosen._asked!r}: the strategy was constructed with CPUOffloadPrecision({given._asked!r}). "
+            "Say it in one place: leave out the Trainer's precision, or the strategy's precision_plugin."
+        )
+    return given or chosen
+
+
+def _stand_in(plugin: Any, namespace: str) -> Any:
     kind = type(plugin).__name__
     asked = {"MixedPrecision": "bf16-mixed", "HalfPrecision": "bf16-true"}.get(kind)
-    if kind not in ("Precision", "NoneType") and plugin.precision != asked:
+    if kind not in PLAIN and plugin.precision != asked:
         raise ValueError(
             f"precision={plugin.precision!r}: cpu_offload computes in 'bf16-mixed' (default) or 'bf16-true', "
             "with FP32 master weights either way. Choose one of them; for FP32 on the device pass "
@@ -228,8 +290,31 @@ def _autocast(device_type: str) -> AbstractContextManager:
     return torch.autocast(device_type, dtype=torch.bfloat16, cache_enabled=False)
 
 
+def is_overridden(owner: Any, hook: str, packages: str | tuple[str, ...]) -> bool:
+    """Whether a module's or callback's hook is another one than those in some packages, such as Lightning's own."""
+    defined_in = getattr(getattr(type(owner), hook, None), "__module__", "")
+    return hook in vars(owner) or not defined_in.startswith(packages)
+
+
 def _convert_arguments(_module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
     return _to_bf16(args), _to_bf16(kwargs)
+
+
+def _would_be_ruined(owner: nn.Module, tensor: Tensor) -> bool:
+    """Whether a tensor stays FP32 even under `"bf16-true"`.
+
+    Running statistics, with the weights of their norms, whose kernels want them in the same dtype; the ranges that
+    fake quantization averages; and the rotary frequencies of `transformers`, which computes angles in FP32: rounded
+    ones are radians off at far positions.
+    """
+    if isinstance(owner, nn.modules.batchnorm._NormBase) or _comes_from("torch.ao.quantization.", owner):
+        return True
+    names = [name for name, buffer in owner._buffers.items() if buffer is tensor]
+    return _comes_from("transformers.", owner) and any("inv_freq" in name for name in names)
+
+
+def _comes_from(package: str, owner: nn.Module) -> bool:
+    return any(cls.__module__.startswith(package) for cls in type(owner).__mro__)
 
 
 def _goes_into_products(owner: nn.Module, matrix: Tensor) -> bool:
@@ -238,19 +323,22 @@ def _goes_into_products(owner: nn.Module, matrix: Tensor) -> bool:
     It does for the layers below. Others may use theirs in operations that refuse two dtypes (an element-wise norm, a
     token written into a batch), so there only what is large is taken for a factor of products.
     """
-    if parametrize.is_parametrized(owner) or hasattr(owner, "weight_orig"):
+    if isinstance(owner, torch.jit.ScriptModule) or parametrize.is_parametrized(owner) or hasattr(owner, "weight_orig"):
         return False
     return isinstance(owner, PRODUCTS) or (matrix.numel() >= LARGE and not isinstance(owner, NORMS))
 
 
-def _callable_parts(module: nn.Module, depth: int) -> Generator[nn.Module, None, None]:
-    if isinstance(module, torch.jit.ScriptModule):
-        return
-    if any(parameter.dtype == torch.bfloat16 for parameter in module.parameters()):
-        yield module
-    if depth:
-        for child in module.children():
-            yield from _callable_parts(child, depth - 1)
+def _holders_of_bf16(module: nn.Module) -> Generator[nn.Module, None, None]:
+    for part in module.modules():
+        if isinstance(part, torch.jit.ScriptModule):
+            continue  # takes no hooks
+        if any(parameter.dtype == torch.bfloat16 for parameter in part.parameters()):
+            yield part
+
+
+def _as_autocast_leaves_it(_embedding: nn.Module, _arguments: Any, output: Tensor) -> Tensor:
+    """Looking up is no product: autocast returns the FP32 of the table, and what is added to it is FP32 too."""
+    return output.float()
 
 
 def _to_bf16(data: Any) -> Any:

@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from lightning_cpu_offload import kernels
 from lightning_cpu_offload.kernels.threads import ThreadPool
+from lightning_cpu_offload.offload.budget import Bytes, available, free_device, needs, require_fits
+from lightning_cpu_offload.offload.flight import StepReport
+from lightning_cpu_offload.offload.fused import state_bytes
+from lightning_cpu_offload.offload.gate import Gate
+from lightning_cpu_offload.offload.gradients import GradientStream, HostGradient
 from lightning_cpu_offload.offload.hooked import HookedOptimizer
+from lightning_cpu_offload.offload.host import Host
 from lightning_cpu_offload.offload.masters import Master, StateDictHooks
 from lightning_cpu_offload.offload.memory import HostMemory
-from lightning_cpu_offload.offload.pipeline import SLOT_BYTES, Pipeline, StepReport
+from lightning_cpu_offload.offload.nonfinite import Nonfinite
+from lightning_cpu_offload.offload.pipeline import EARLY_DEPTH, RING_DEPTH, SLOT_BYTES, Pipeline
 from lightning_cpu_offload.offload.region import Region
-from lightning_cpu_offload.offload.transfer import make_engine
+from lightning_cpu_offload.offload.resident import choose, require_adam, resident_bytes
+from lightning_cpu_offload.offload.shown import hit_without_trace, shown
+from lightning_cpu_offload.offload.transfer import Engine, make_engine
 from lightning_cpu_offload.offload.watch import Watch
 
 SMALL_SLOT_BYTES = 64 << 10
@@ -34,12 +45,28 @@ class Settings:
     """What the user chose.
 
     Attributes:
-        pin_memory: Page-lock the staging ring: True, False, or `"auto"` (where the machine allows it).
+        gradients: `"device"`: on the parameters until the step. `"host"`: each leaves when autograd has it.
+            `"auto"`: on the device if they fit there beside the weights, and as much again is left for activations.
+        update: `"exact"`; `"early"`: the same, begun under the last backward; or `"delayed"`: weights follow their
+            masters one step later.
+        exact_steps: With delayed updates, so many steps are exact first.
+        nonfinite: What to do when a gradient is not finite: `"skip"` the step, or `"raise"`.
+        pin_memory: Page-lock the staging buffers: True, False, or `"auto"` (where the machine allows it).
         cpu_threads: Threads of the host step; None: one for each physical core this process may use.
+        check_memory: Compare what is needed with what is free before anything is allocated.
+        device_fraction: Part of the masters and moments that is kept and stepped on the device.
+        device_memory: The same as a number of bytes; None: by the fraction.
     """
 
-    pin_memory: bool | str = "auto"
+    gradients: Literal["device", "host", "auto"] = "device"
+    update: Literal["exact", "early", "delayed"] = "exact"
+    exact_steps: int = 0
+    nonfinite: Literal["skip", "raise"] = "skip"
+    pin_memory: bool | Literal["auto"] = "auto"
     cpu_threads: int | None = None
+    check_memory: bool = True
+    device_fraction: float = 0.0
+    device_memory: int | None = None
 
 
 class Attachment:
@@ -57,7 +84,7 @@ class Attachment:
         settings: The user's choices.
 
     Raises:
-        ValueError: A parameter is in two optimizers, or is not initialised yet.
+        ValueError: A parameter is not initialised yet.
     """
 
     def __init__(
@@ -69,7 +96,6 @@ class Attachment:
         settings: Settings,
     ) -> None:
         _require_initialised(module)
-        _require_one_owner(module, optimizers)
         self.memory = HostMemory()
         self.threads = ThreadPool(settings.cpu_threads)
         self._device = device
@@ -78,11 +104,12 @@ class Attachment:
         self._names = dict(_names(module))
         self._order = {tensor: index for index, tensor in enumerate(self._owners)}
         self._masters: dict[Tensor, Master] = {}
-        self._regions: list[Region] = []
+        self._region_of: dict[Tensor, Region] = {}
+        self._resident: set[Tensor] = set()
         self._slot_bytes = _slot_bytes(module)
         self.optimizers: list[HookedOptimizer] = []
-        self._hooks = StateDictHooks(module, self._masters)
-        self.pipeline: Pipeline | None = None
+        self.host: Host | None = None
+        self._hooks = StateDictHooks(module, self._masters, self.land)
         try:
             if optimizers:
                 self._hook_all(optimizers, settings)
@@ -91,27 +118,91 @@ class Attachment:
             self.detach()
             raise
 
-    def refresh(self, cast: bool) -> None:
+    def land(self) -> None:
+        """Wait until no step is under way: masters and weights agree, and may be read and written."""
+        if self.host is not None:
+            self.host.land()
+
+    def refresh(self, cast: bool, trains: bool) -> None:
         """Before a step of the module: let it compute with what was written since the last one.
 
         Args:
             cast: Whether it cannot compute with FP32 data that was put in place of a compute copy.
+            trains: Whether it is a training step, which may begin while the optimizer's step is still under way.
         """
+        if not trains:
+            self.land()
         for master in self._masters.values():
             if master.host_written():
+                self.land()
                 master.adopt()
             elif cast:
                 master.cast_replacement()
 
+    @contextmanager
+    def masters_shown(self, for_writing: bool) -> Generator[None, None, None]:
+        """Meanwhile the module's tensors are their masters: FP32, on the host, to be read, or written to as well."""
+        self.land()
+        hit = frozenset[Master]()
+        if self.host is not None and not for_writing:
+            hit = hit_without_trace(self.regions, self.host.watch)
+        with shown(self._masters.values(), for_writing, hit):
+            yield
+
+    def before_backward(self) -> None:
+        """What the forward pass did not wait for must be there now, and gradients must have left."""
+        if self.host is not None:
+            self.host.before_backward()
+        for optimizer in self.optimizers:
+            optimizer.before_backward()
+
+    def gradient(self, parameter: Tensor) -> Tensor | None:
+        """The gradient of a parameter as it is now: FP32, on the CPU, in the parameter's shape; a copy."""
+        if parameter.grad is None or self.host is None:
+            return None
+        if isinstance(parameter.grad, HostGradient):
+            return parameter.grad.home.total().clone()
+        return parameter.grad.detach().to("cpu", torch.float32, copy=True)
+
+    def gradient_norm(self, optimizer: Any) -> Tensor | None:
+        """L2 norm of an optimizer's gradients as they are now, a scalar; None if there are none."""
+        hooked = self.find(optimizer)
+        return hooked.gradient_norm() if hooked is not None else None
+
+    def find(self, optimizer: Any) -> HookedOptimizer | None:
+        """What was hung on an optimizer, which may be given in Lightning's wrapper."""
+        wrapped = getattr(optimizer, "optimizer", optimizer)
+        return next((hooked for hooked in self.optimizers if hooked.optimizer in (optimizer, wrapped)), None)
+
+    @property
+    def regions(self) -> list[Region]:
+        """Everything that is stepped on the host."""
+        return list(dict.fromkeys(self._region_of.values()))
+
+    @property
+    def pipeline(self) -> Pipeline | None:
+        """The way of the steps; None without optimizers."""
+        return self.host.pipeline if self.host is not None else None
+
     @property
     def num_parameters(self) -> int:
         """Parameters stepped on the host."""
-        return sum(region.numel for region in self._regions)
+        return sum(region.numel for region in self.regions)
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of their compute copies on the device."""
-        return sum(region.weights.nbytes for region in self._regions)
+        return sum(region.weights.nbytes for region in self.regions)
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps that were not made, because a gradient was not finite."""
+        return self.host.nonfinite.skipped if self.host is not None else 0
+
+    @property
+    def is_torn(self) -> bool:
+        """Whether a step has begun that will not end: some masters are stepped, others are not."""
+        return self.pipeline is not None and self.pipeline.torn
 
     @property
     def report(self) -> StepReport:
@@ -123,44 +214,130 @@ class Attachment:
 
         Never raises over the exception that ended training: if the device no longer answers, the masters count.
         """
+        self._land_at_the_end()
+        if self.host is not None and self.host.stream is not None:
+            self.host.stream.detach()
         self._hooks.remove()
         for optimizer in self.optimizers:
-            optimizer.detach()
+            with _warns("state of an optimizer"):
+                optimizer.detach()
         for master in self._masters.values():
-            try:
+            with _warns(f"{master.name}: its last value"):
                 master.take_over()
-            except RuntimeError as error:
-                warnings.warn(f"{master.name}: its last value could not be read back ({error}).", stacklevel=2)
-            master.restore()
-        for region in self._regions:
+            with _warns(f"{master.name}: its value on the device"):
+                master.restore()
+        for region in self.regions:
             region.inherit_on_fork()
+        for optimizer in self.optimizers:
+            optimizer.inherit_on_fork()
+        if self.host is not None:
+            self.host.pipeline.engine.shutdown()
         self.threads.shutdown()
 
+    def _land_at_the_end(self) -> None:
+        try:
+            self.land()
+        except Exception as error:  # the step failed, or was refused: its masters are those before it
+            warnings.warn(f"the last optimizer step did not end: {error}", stacklevel=3)
+
     def _hook_all(self, optimizers: Sequence[torch.optim.Optimizer], settings: Settings) -> None:
-        # The ring comes first: page-locked memory is the scarcest.
+        self._resident = self._choose_resident(optimizers, settings)
+        if settings.check_memory:
+            pin_required = settings.pin_memory is True
+            require_fits(self._needs(optimizers, settings), available(self._device), pin_required=pin_required)
         engine = make_engine(self._device)
-        self.pipeline = Pipeline(engine, self.memory, self._slot_bytes, settings.pin_memory)
+        watch = Watch(self.threads, engine)
+        # The staging buffers come first: page-locked memory is the scarcest.
+        pipeline = Pipeline(
+            engine,
+            self.memory,
+            self._slot_bytes,
+            settings.pin_memory,
+            depth=EARLY_DEPTH if settings.update == "early" else RING_DEPTH,
+            hold=settings.update == "delayed",
+            pushed=watch.pushed,
+        )
+        self.host = Host(
+            self.memory,
+            self.threads,
+            pipeline,
+            Gate(pipeline),
+            watch,
+            Nonfinite(settings.nonfinite),
+            self._make_stream(engine, settings),
+            settings.exact_steps,
+            early=settings.update == "early",
+        )
         if kernels.available():
-            kernels.warm_up()
+            kernels.warm_up(host_gradients=self.host.stream is not None)
         for optimizer in optimizers:
-            hooked = HookedOptimizer(
-                optimizer, self._build_regions, self._order, self.pipeline, Watch(self.threads), self.threads
+            self.optimizers.append(
+                HookedOptimizer(optimizer, self.host, self._build_regions, self._order, self._masters)
             )
-            self.optimizers.append(hooked)
+
+    def _choose_resident(self, optimizers: Sequence[torch.optim.Optimizer], settings: Settings) -> set[Tensor]:
+        if not settings.device_fraction and settings.device_memory is None:
+            return set()
+        require_adam(optimizers)
+        held = resident_bytes(optimizers)
+        trained = {p: held[p] for p in self._owners if p in held and p.requires_grad}
+        by_fraction = settings.device_fraction * sum(trained.values())
+        return choose(trained, by_fraction if settings.device_memory is None else settings.device_memory)
+
+    def _make_stream(self, engine: Engine, settings: Settings) -> GradientStream | None:
+        if settings.gradients == "device" or (settings.gradients == "auto" and self._has_room_for_gradients()):
+            return None
+        return GradientStream(engine, self.memory, self._slot_bytes, settings.pin_memory, self.threads)
+
+    def _needs(self, optimizers: Sequence[torch.optim.Optimizer], settings: Settings) -> Bytes:
+        """Memory that the plan takes above what is taken already."""
+        held = {p: optimizer for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+        trained = {p: optimizer for p, optimizer in held.items() if p.requires_grad and p in self._owners}
+        on_host = settings.gradients == "host"
+        depth = EARLY_DEPTH if settings.update == "early" else 2 * RING_DEPTH if on_host else RING_DEPTH
+        slots = depth * self._slot_bytes
+        planes = self._weight_bytes(trained) if settings.update == "delayed" else 0
+        on_device = resident_bytes(optimizers)
+        return needs(
+            weight_bytes=self._weight_bytes(trained),
+            numel=sum(p.numel() for p in trained if p not in self._resident),
+            state_bytes=sum(state_bytes(held[p]) * p.numel() for p in trained if p not in self._resident),
+            resident_bytes=sum(on_device[p] for p in self._resident),
+            gradients_on_host=on_host,
+            staging_bytes=max(slots, planes),
+            pin=bool(settings.pin_memory),
+            rest_bytes=sum(tensor.nbytes for tensor in self._owners if tensor not in trained),
+            held_bytes=sum(p.nbytes for p in trained if p.device.type == "cpu"),
+            on_cpu=self._device.type == "cpu",
+        )
+
+    def _weight_bytes(self, tensors: Iterable[Tensor]) -> int:
+        return sum(self._rule(self._owners[tensor], tensor, False).itemsize * tensor.numel() for tensor in tensors)
+
+    def _has_room_for_gradients(self) -> bool:
+        return 3 * self._weight_bytes(t for t in self._owners if t.requires_grad) <= free_device(self._device)
 
     def _build_regions(self, parameters: Sequence[tuple[int, Tensor]]) -> list[Region]:
-        """Regions for parameters given with their group; those that are not ours to step get none."""
-        together: dict[tuple[int, torch.dtype], list[Master]] = {}
+        """Regions for parameters given with their group; those that are not ours to step get none.
+
+        A parameter that another optimizer steps too is in that one's region.
+        """
+        together: dict[tuple[int, torch.dtype, bool], list[Master]] = {}
+        regions = [self._region_of[parameter] for _, parameter in parameters if parameter in self._region_of]
         for group, parameter in sorted(parameters, key=lambda item: self._place(item[1])):
-            if parameter in self._owners and parameter.dtype in (torch.float32, torch.bfloat16):
-                dtype = self._rule(self._owners[parameter], parameter, False)
-                together.setdefault((group, dtype), []).append(self._master(parameter))
-        regions = [
-            Region(masters, dtype, self._device, self.memory, self._slot_bytes)
-            for (_, dtype), masters in together.items()
-        ]
-        self._regions.extend(regions)
-        return regions
+            if parameter in self._region_of or parameter not in self._owners:
+                continue
+            dtype = self._rule(self._owners[parameter], parameter, False)
+            if dtype in (torch.float32, torch.bfloat16):
+                key = group, dtype, parameter in self._resident
+                together.setdefault(key, []).append(self._master(parameter))
+        for (_, dtype, resident), masters in together.items():
+            region = Region(masters, dtype, self._device, self.memory, self._slot_bytes, resident)
+            self._region_of.update({master.tensor: region for master in masters})
+            if self.host is not None and self.host.stream is not None:
+                self.host.stream.attach(region)
+            regions.append(region)
+        return list(dict.fromkeys(regions))
 
     def _place(self, parameter: Tensor) -> tuple[bool, int]:
         """Forward order, but odd sizes last: behind them, weights would lose the alignment that fast products want."""
@@ -176,7 +353,7 @@ class Attachment:
     @torch.no_grad()
     def _convert_rest(self) -> None:
         """What no optimizer steps: to the device, and into the compute dtype with the original kept on the host."""
-        training = self.pipeline is not None
+        training = self.host is not None
         owned = {parameter for hooked in self.optimizers for parameter in hooked.parameters()}
         unowned = []
         for tensor, owner in self._owners.items():
@@ -192,6 +369,15 @@ class Attachment:
                 master.bind(tensor.data.to(self._device, dtype))
         if unowned:
             _warn_unowned(unowned)
+
+
+@contextmanager
+def _warns(what: str) -> Iterator[None]:
+    """At the end: a device that no longer answers must not hide why training ended."""
+    try:
+        yield
+    except RuntimeError as error:
+        warnings.warn(f"{what} could not be read back ({error}).", stacklevel=4)
 
 
 def _tensors(module: nn.Module) -> Iterable[tuple[nn.Module, Tensor]]:
@@ -218,18 +404,6 @@ def _require_initialised(module: nn.Module) -> None:
                 f"parameter {name!r} is lazy and has no shape yet, so it can have no master. "
                 "Run the module once on a dummy batch, in configure_model for instance."
             )
-
-
-def _require_one_owner(module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    names = dict(_names(module))
-    owner: dict[Tensor, int] = {}
-    for index, optimizer in enumerate(optimizers):
-        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
-            if owner.setdefault(parameter, index) != index:
-                raise ValueError(
-                    f"parameter {names.get(parameter, '?')!r} is in optimizers {owner[parameter]} and {index}: each "
-                    "parameter may have one optimizer under cpu_offload. Put it in one of them only."
-                )
 
 
 def _slot_bytes(module: nn.Module) -> int:

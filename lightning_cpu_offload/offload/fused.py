@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -14,9 +13,13 @@ from torch import Tensor
 
 from lightning_cpu_offload import kernels
 from lightning_cpu_offload.kernels.threads import ThreadPool
+from lightning_cpu_offload.offload.bits import words
+from lightning_cpu_offload.offload.clip import Clip
+from lightning_cpu_offload.offload.device_step import DeviceStep, Moments, Run, adamw
+from lightning_cpu_offload.offload.mapped import take
+from lightning_cpu_offload.offload.masters import Master
 from lightning_cpu_offload.offload.plan import Chunk
-from lightning_cpu_offload.offload.region import Region
-from lightning_cpu_offload.offload.transfer import words
+from lightning_cpu_offload.offload.region import Region, Source
 
 Due = tuple[int, int]
 """The step a parameter is about to make: its number, from 1, and the index of its parameter group."""
@@ -61,6 +64,14 @@ def is_fused(optimizer: torch.optim.Optimizer) -> bool:
     )
 
 
+def state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes on the host for each parameter besides its master: Adam's moments, else a gradient and about one moment."""
+    if is_fused(optimizer):
+        return 8
+    plain = type(optimizer) is torch.optim.SGD and not any(group["momentum"] for group in optimizer.param_groups)
+    return 4 if plain else 8
+
+
 class FusedAdamW:
     """The host's part of a step: gradients become weights, chunk by chunk.
 
@@ -71,35 +82,98 @@ class FusedAdamW:
         optimizer: The user's AdamW or Adam.
         regions: Everything it steps; the caller adds regions as parameters are added.
         threads: The pool the kernel runs on.
+
+    Attributes:
+        clip: What is to be done to gradients on the host in this step.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, regions: list[Region], threads: ThreadPool) -> None:
         self._optimizer = optimizer
         self._regions = regions
         self._threads = threads
+        self.clip = Clip()
+        self._moments: dict[Region, Moments] = {}
+        self._scratch = torch.empty(0)  # for steps on the device, which has them one after the other
         self._views: dict[Region, dict[int, tuple[Tensor, Tensor]]] = {}
         self._settings: list[Hyperparameters] = []
+        self._groups: dict[Region, list[int | None]] = {}
+        self._group_of: dict[Tensor, int] = {}
         self._due: dict[Region, list[Due | None]] = {}
 
-    def begin(self) -> None:
-        """Count the step of every parameter that has a gradient and read the settings of every group."""
-        groups = self._optimizer.param_groups
-        self._settings = [Hyperparameters.of(self._optimizer, group) for group in groups]
-        # Asked anew each time: users move parameters between groups and take them out.
-        group_of = {parameter: index for index, group in enumerate(groups) for parameter in group["params"]}
+    def allocate(self) -> None:
+        """Make room for the moments of every region."""
         for region in self._regions:
-            region.allocate_moments()
+            if region not in self._moments:
+                self._moments[region] = Moments(region.arena("moments"), region.arena("moments"))
+                if region.resident and len(self._scratch) < region.chunk_numel:
+                    self._scratch = torch.empty(region.chunk_numel, dtype=torch.float32, device=region.weights.device)
+
+    def begin(self) -> None:
+        """Read the settings of every group, and which parameters have a gradient; later changes do not count."""
+        self._read_settings()
+        self._groups = {region: [self._group(master) for master in region.masters] for region in self._regions}
+
+    def begin_early(self) -> None:
+        """Read the settings; `expect` says which gradients are complete."""
+        self._read_settings()
+        self._due = {region: [None] * len(region.masters) for region in self._regions}
+
+    def expect(self, region: Region, chunk: Chunk) -> bool:
+        """A chunk is to be stepped before the step is counted; False if that cannot be."""
+        for index in (piece.index for piece in chunk.pieces):
+            parameter = region.masters[index].tensor
+            state, group = self._optimizer.state.get(parameter), self._group_of.get(parameter)
+            if group is None or not state or not self._is_attached(region, index, state):
+                return False
+            self._due[region][index] = int(state["step"].item()) + 1, group
+        return True
+
+    def settings_changed(self) -> bool:
+        """Whether the settings are no longer those that were read last."""
+        return self._settings != [Hyperparameters.of(self._optimizer, group) for group in self._optimizer.param_groups]
+
+    def has_state(self) -> bool:
+        """Whether everything that is to be stepped has been stepped before."""
+        return all(
+            self._optimizer.state.get(master.tensor)
+            for region, groups in self._groups.items()
+            for master, group in zip(region.masters, groups, strict=True)
+            if group is not None
+        )
+
+    def count(self) -> None:
+        """The step is made: count it for every parameter that has a gradient."""
+        for region, groups in self._groups.items():
             self._due[region] = [
-                self._count(region, index, group_of.get(master.tensor)) for index, master in enumerate(region.masters)
+                None if group is None else self._count(region, index, group) for index, group in enumerate(groups)
             ]
 
     def work(self, region: Region, chunk: Chunk, staged: Tensor) -> Sequence[tuple[int, int]]:
         """Step one chunk in place: staged gradients in, staged weights out."""
         ranges = []
         for start, stop, due in self._runs(region, chunk):
-            self._step(region, start, stop, due, staged[start - chunk.start : stop - chunk.start])
+            plane = staged[start - chunk.start : stop - chunk.start]
+            self._step(region, start, stop, due, plane, plane, 1.0)
             ranges.append((start, stop))
         return ranges
+
+    def work_on_host_gradients(self, region: Region, chunk: Chunk, staged: Tensor) -> Sequence[tuple[int, int]]:
+        """Step one chunk with the gradients in the region's arena; staged weights out."""
+        assert region.gradients is not None
+        if self.clip.max_value is not None:
+            self.clip.apply(region.gradients.flat(chunk.start, chunk.stop))
+        scale = self.clip.scale if self.clip.max_value is None else 1.0
+        ranges = []
+        for start, stop, due in self._runs(region, chunk):
+            weights = staged[start - chunk.start : stop - chunk.start]
+            self._step(region, start, stop, due, region.gradients.flat(start, stop), weights, scale)
+            ranges.append((start, stop))
+        return ranges
+
+    def step_on_device(self, region: Region, chunk: Chunk, sources: Sequence[Source]) -> DeviceStep:
+        """The step of a resident chunk with these gradients."""
+        runs = [Run(start, stop, self._arguments(due)) for start, stop, due in self._runs(region, chunk)]
+        return DeviceStep(region, chunk, sources, self._moments[region], runs, self._scratch)
 
     def adopt_state(self) -> None:
         """Take state that was loaded into the optimizer, in ordinary tensors, into the arenas."""
@@ -109,32 +183,65 @@ class FusedAdamW:
                 if state:
                     self._attach(region, index, state)
 
-    def _count(self, region: Region, index: int, group: int | None) -> Due | None:
-        """The step about to be made for a parameter, None if it has no gradient or has left the optimizer."""
-        tensor = region.masters[index].tensor
-        if tensor.grad is None or group is None:
+    def memory(self) -> list[Tensor]:
+        """Host tensors that a step changes."""
+        arenas = [arena for moments in self._moments.values() for arena in (moments.exp_avg, moments.exp_avg_sq)]
+        arenas += [region.master for region in self._regions]
+        steps = [state["step"] for state in self._optimizer.state.values() if "step" in state]
+        with torch._C.DisableTorchFunction():  # the gate would wait for them; here nobody touches their elements
+            return [*(arena.flat(0, arena.numel) for arena in arenas), *steps]
+
+    def bring_home(self) -> None:
+        """Give state that is on the device to the optimizer on the CPU; training is over."""
+        for region in self._regions:
+            for master in region.masters if region.resident else ():
+                state = self._optimizer.state.get(master.tensor, {})
+                state.update({name: value.to("cpu") for name, value in state.items() if isinstance(value, Tensor)})
+
+    def inherit_on_fork(self) -> None:
+        """Make the moments ordinary memory for children of this process, once training is over."""
+        for moments in self._moments.values():
+            moments.exp_avg.inherit_on_fork()
+            moments.exp_avg_sq.inherit_on_fork()
+
+    def _read_settings(self) -> None:
+        self.allocate()
+        groups = self._optimizer.param_groups
+        self._settings = [Hyperparameters.of(self._optimizer, group) for group in groups]
+        # Asked anew each time: users move parameters between groups and take them out.
+        self._group_of = {parameter: index for index, group in enumerate(groups) for parameter in group["params"]}
+
+    def _group(self, master: Master) -> int | None:
+        """The group of a parameter that is to be stepped, None if it has no gradient or has left the optimizer."""
+        gradient = master.tensor.grad
+        if gradient is None:
             return None
-        if tensor.grad.is_sparse:
+        if gradient.is_sparse:
             raise RuntimeError(
-                f"{region.masters[index].name}: {type(self._optimizer).__name__} does not support sparse gradients. "
+                f"{master.name}: {type(self._optimizer).__name__} does not support sparse gradients. "
                 "Use torch.optim.SparseAdam for it, or build the embedding with sparse=False."
             )
-        state = self._optimizer.state[tensor]
+        return self._group_of.get(master.tensor)
+
+    def _count(self, region: Region, index: int, group: int) -> Due:
+        state = self._optimizer.state[region.masters[index].tensor]
         if not state:
-            state["step"] = torch.tensor(0.0)
-        exp_avg, exp_avg_sq = self._view(region, index)
-        if state.get("exp_avg") is not exp_avg or state.get("exp_avg_sq") is not exp_avg_sq:
+            state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")  # whatever the defaults of the moment
+        if not self._is_attached(region, index, state):
             self._attach(region, index, state)
         state["step"] += 1
         return int(state["step"].item()), group
 
+    def _is_attached(self, region: Region, index: int, state: dict[str, Any]) -> bool:
+        exp_avg, exp_avg_sq = self._view(region, index)
+        return state.get("exp_avg") is exp_avg and state.get("exp_avg_sq") is exp_avg_sq
+
     def _view(self, region: Region, index: int) -> tuple[Tensor, Tensor]:
         views = self._views.setdefault(region, {})
         if index not in views:
-            region.allocate_moments()
-            assert region.exp_avg is not None
-            assert region.exp_avg_sq is not None
-            views[index] = region.view(region.exp_avg, index), region.view(region.exp_avg_sq, index)
+            self.allocate()
+            moments = self._moments[region]
+            views[index] = region.view(moments.exp_avg, index), region.view(moments.exp_avg_sq, index)
         return views[index]
 
     def _attach(self, region: Region, index: int, state: dict[str, Any]) -> None:
@@ -143,10 +250,10 @@ class FusedAdamW:
             if name not in state:
                 view.zero_()
             elif state[name] is not view:
-                view.copy_(state[name])
+                take(view, state[name])
             state[name] = view
         step = state["step"]
-        state["step"] = step.to("cpu", torch.float32) if isinstance(step, Tensor) else torch.tensor(float(step))
+        state["step"] = torch.as_tensor(step, dtype=torch.float32, device="cpu")
 
     def _runs(self, region: Region, chunk: Chunk) -> Iterator[tuple[int, int, Due]]:
         """Neighbouring pieces that make the same step with the same settings, joined."""
@@ -155,74 +262,30 @@ class FusedAdamW:
                 joined = list(pieces)
                 yield joined[0].start, joined[-1].stop, due
 
-    def _step(self, region: Region, start: int, stop: int, due: Due, staged: Tensor) -> None:
-        assert region.exp_avg is not None
-        assert region.exp_avg_sq is not None
+    def _arguments(self, due: Due, scale: float = 1.0) -> dict[str, Any]:
         step, group = due
         settings = vars(self._settings[group])
+        return {**settings, "step": step, "grad_scale": settings["grad_scale"] * scale}
+
+    def _step(
+        self, region: Region, start: int, stop: int, due: Due, gradient: Tensor, weight: Tensor, scale: float
+    ) -> None:
+        moments, settings = self._moments[region], self._arguments(due, scale)
+        arenas = (region.master, moments.exp_avg, moments.exp_avg_sq)
+        param, exp_avg, exp_avg_sq = (arena.flat(start, stop) for arena in arenas)
         if kernels.available():
             kernels.adamw(
-                region.master.array[start:stop],
-                _plane(staged),
-                region.exp_avg.array[start:stop],
-                region.exp_avg_sq.array[start:stop],
-                step=step,
+                param.numpy(),
+                _array(gradient),
+                _array(weight),
+                exp_avg.numpy(),
+                exp_avg_sq.numpy(),
                 threads=self._threads,
                 **settings,
             )
         else:
-            adamw(
-                region.master.flat(start, stop),
-                staged,
-                region.exp_avg.flat(start, stop),
-                region.exp_avg_sq.flat(start, stop),
-                step=step,
-                **settings,
-            )
+            adamw(param, gradient, weight, exp_avg, exp_avg_sq, scratch=torch.empty_like(param), **settings)
 
 
-def _plane(staged: Tensor) -> np.ndarray:
-    return staged.numpy() if staged.dtype == torch.float32 else words(staged).numpy().view(np.uint16)
-
-
-def adamw(
-    param: Tensor,
-    plane: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    *,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    decoupled: bool,
-    step: int,
-    grad_scale: float,
-) -> None:
-    """What the kernel computes, in torch operations, for machines without numba.
-
-    Args:
-        param: Masters, float32[n].
-        plane: Gradients on entry, updated weights on exit, [n] of the device dtype.
-        exp_avg: First moments, float32[n].
-        exp_avg_sq: Second moments, float32[n].
-        lr: Learning rate.
-        beta1: Decay of the first moment.
-        beta2: Decay of the second moment.
-        eps: Added to the denominator.
-        weight_decay: Decay coefficient.
-        decoupled: AdamW's decay of the weight; else Adam's decay through the gradient.
-        step: Number of this step, from 1.
-        grad_scale: Factor of the gradient.
-    """
-    gradient = plane.float() * grad_scale
-    if decoupled:
-        param.mul_(1 - lr * weight_decay)
-    elif weight_decay:
-        gradient.add_(param, alpha=weight_decay)
-    exp_avg.lerp_(gradient, 1 - beta1)
-    exp_avg_sq.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-    denominator = (exp_avg_sq.sqrt() / math.sqrt(1 - beta2**step)).add_(eps)
-    param.addcdiv_(exp_avg, denominator, value=-lr / (1 - beta1**step))
-    plane.copy_(param)
+def _array(vector: Tensor) -> np.ndarray:
+    return vector.numpy() if vector.dtype == torch.float32 else words(vector).numpy().view(np.uint16)

@@ -1,38 +1,41 @@
 """Hangs the offload on the user's optimizer object.
 
 The optimizer stays the object the user made, of the class it has, with the module's own parameters in
-`param_groups`; schedulers, callbacks and closures never see anything else. Only while the body of its `step` runs
-are the parameters exchanged for what the host steps:
+`param_groups`; schedulers, callbacks and closures never see anything else.
 
     step(closure) -> pre-hook -> closure: forward, backward, clipping, on the module's parameters
-                              -> engage: the kernel steps the masters, and the body finds nothing left to do; or
-                                 gradients go to the masters, which stand in for the parameters in the body
+                              -> engage: the kernel is launched, and the body finds no gradients; or
+                                 each parameter's data and gradient are its master's, for the body to step
                      body
-                     post-hook -> disengage: parameters back in place, weights returned to the device
+                     post-hook -> disengage: gradients, or compute copies, back in place
 
 Because these are hooks of the optimizer and not of the strategy, a bare `optimizer.step()` gets the same.
 """
 
 from __future__ import annotations
 
-import time
+import sys
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from lightning_cpu_offload.kernels.threads import ThreadPool
+from lightning_cpu_offload.offload.body_step import BodyStep, own_state
+from lightning_cpu_offload.offload.clip import Clip
+from lightning_cpu_offload.offload.early import Early
 from lightning_cpu_offload.offload.fused import FusedAdamW, is_adam, is_fused
+from lightning_cpu_offload.offload.host import Host
+from lightning_cpu_offload.offload.kernel_step import KernelStep
 from lightning_cpu_offload.offload.masters import Master
-from lightning_cpu_offload.offload.pipeline import Pipeline
-from lightning_cpu_offload.offload.plan import Chunk
 from lightning_cpu_offload.offload.region import Region
-from lightning_cpu_offload.offload.watch import Watch
-
-RegionBuilder = Callable[[Sequence[tuple[int, Tensor]]], list[Region]]
+from lightning_cpu_offload.offload.resident import require_adam
+from lightning_cpu_offload.offload.trained import RegionBuilder, Trained
+from lightning_cpu_offload.offload.writes import Writes
 
 
 class HookedOptimizer:
@@ -40,44 +43,50 @@ class HookedOptimizer:
 
     Args:
         optimizer: The user's object.
-        build: Makes regions of parameters that are new to it, given with the index of their group.
-        order: Position of each parameter in the module, which is taken for forward order.
-        pipeline: Moves gradients and weights.
-        watch: Notices what others write into the weights.
-        threads: The pool for host work.
+        host: What it shares with the module's other optimizers.
+        build: Where regions come from.
+        order: Position of each parameter in the module.
+        converted: Masters of the whole module; may grow.
 
     Attributes:
-        regions: Everything this optimizer steps on the host.
+        num_calls: Calls of `step`.
+        num_steps: Steps begun; a call may make several, or none.
+        norm: L2 norm of its gradients if nothing can have changed them since it was taken; a scalar on the device.
+        clip: How gradients on the host are to be clipped in the next step.
     """
 
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
+        host: Host,
         build: RegionBuilder,
         order: dict[Tensor, int],
-        pipeline: Pipeline,
-        watch: Watch,
-        threads: ThreadPool,
+        converted: Mapping[Tensor, Master],
     ) -> None:
         self.optimizer = optimizer
-        self._build = build
-        self._order = order
-        self._pipeline = pipeline
-        self._watch = watch
-        self.regions: list[Region] = []
-        self._fused = FusedAdamW(optimizer, self.regions, threads) if is_adam(optimizer) else None
-        self._known: set[Tensor] = set()
-        self._masters: dict[Tensor, Tensor] = {}
-        self._chunks: list[tuple[Region, Chunk]] = []
-        self._absent: list[tuple[dict[str, Any], list[Tensor]]] = []
-        self._borrowed: list[tuple[dict[str, Any], str, Any]] = []
-        self._engaged: str | None = None
-        self._began = self._ready = 0.0
+        self.num_calls = self.num_steps = 0
+        self.norm: Tensor | None = None
+        self.clip = Clip()
+        self._host = host
+        self._trained = Trained(optimizer, build, order, converted)
+        self._writes = Writes(self.regions, host.watch, host.pipeline)
+        self._fused = FusedAdamW(optimizer, self.regions, host.threads) if is_adam(optimizer) else None
+        self._early = (
+            Early(self._fused, self._trained, host, self._writes) if self._fused is not None and host.early else None
+        )
+        self._kernel = (
+            KernelStep(self._fused, self._trained, host, self._writes, self._early) if self._fused is not None else None
+        )
+        self._body = BodyStep(optimizer, self._trained, host, self._writes)
+        self._engaged: KernelStep | BodyStep | None = None
+        self._frame: FrameType | None = None
         self._warned = False
         self._admit()
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
+            optimizer.register_state_dict_pre_hook(self._before_save),
+            optimizer.register_state_dict_post_hook(self._after_save, prepend=True),
             optimizer.register_load_state_dict_pre_hook(self._before_load),
             optimizer.register_load_state_dict_post_hook(self._after_load, prepend=True),
         ]
@@ -85,93 +94,100 @@ class HookedOptimizer:
         optimizer._optimizer_step_post_hooks.move_to_end(self._handles[1].id, last=False)  # type: ignore[attr-defined]
 
     @property
+    def regions(self) -> list[Region]:
+        """Everything this optimizer steps on the host."""
+        return self._trained.regions
+
+    @property
     def is_fused(self) -> bool:
         """Whether the kernel makes its steps, rather than its own body."""
         return is_fused(self.optimizer)
 
-    def detach(self) -> None:
-        """Leave the optimizer as the user made it, with its state; the device is not touched."""
-        self._return_parameters()
-        for handle in self._handles:
-            handle.remove()
-
-    def adopt_writes(self) -> None:
-        """Let the masters take over what others wrote into the weights since the last step."""
-        for region in self.regions:
-            suspects = {index for index, master in enumerate(region.masters) if master.written()}
-            suspects.update(piece.index for chunk in self._watch.changed(region) for piece in chunk.pieces)
-            for index in sorted(suspects):
-                region.masters[index].adopt()
-            if suspects:
-                self._watch.remember(region)
-
-    def engage(self) -> None:
-        """Step on the host, or put the masters in the parameters' place so that the optimizer's body can."""
-        if self._engaged:
-            return
-        self._began = time.perf_counter()
-        self._pipeline.new_report()
-        self._admit()
-        self.adopt_writes()
-        for region in self.regions:
-            region.lay_out_gradients()
-        chunks = self._stepped_chunks()
-        if not chunks:
-            self._warn_without_gradients()
-        if self._fused is not None and self.is_fused:
-            self._fused.begin()
-            self._masters_lead()
-            self._pipeline.run(chunks, self._fused.work)
-            self._settle()
-            self._hide_parameters()
-            self._engaged = "kernel"
-        else:
-            self._collect_gradients(chunks)
-            self._masters_lead()
-            self._borrow_group_values()
-            self._exchange(self._masters)
-            self._engaged = "body"
-        self._ready = time.perf_counter()
-
-    def disengage(self) -> None:
-        """Put the module's parameters back, and what the body changed on the device."""
-        if self._engaged is None:
-            return
-        if self._engaged != "early":
-            self._pipeline.report.host_ms += (time.perf_counter() - self._ready) * 1e3
-        if self._return_parameters() == "body":
-            self._pipeline.run(self._chunks, _round_masters, fetch=False)
-            self._settle()
-        self._pipeline.report.total_ms = (time.perf_counter() - self._began) * 1e3
+    @property
+    def streams(self) -> bool:
+        """Whether its gradients are on the host when it steps."""
+        return self._host.stream is not None
 
     def parameters(self) -> list[Tensor]:
-        """What the optimizer holds while no step runs."""
-        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        """What the optimizer holds."""
+        return self._trained.parameters()
 
-    def _return_parameters(self) -> str | None:
-        """End what `engage` began, on the host; returns who made the step."""
+    def gradient_norm(self) -> Tensor | None:
+        """L2 norm of its gradients as they are now, where they are; None if there are none."""
+        due = self._trained.due()
+        if not due:
+            return None
+        if self._host.stream is not None:
+            return torch.tensor(self._host.stream.norm(master.tensor for master in due))
+        norms = [_norm(master.tensor.grad) for master in due]
+        return torch.linalg.vector_norm(torch.stack(norms))
+
+    def detach(self) -> None:
+        """Leave the optimizer as the user made it, with its state.
+
+        Raises:
+            RuntimeError: State is on a device that no longer answers; all else is done.
+        """
+        self._engaged = self._frame = None
+        if self._early is not None:
+            self._early.detach()
+        if self._kernel is not None:
+            self._kernel.end()
+        self._body.put_back()
+        for handle in self._handles:
+            handle.remove()
+        if self._fused is not None:
+            self._fused.bring_home()
+
+    def inherit_on_fork(self) -> None:
+        """Make its host memory ordinary for children of this process, once training is over."""
+        if self._fused is not None:
+            self._fused.inherit_on_fork()
+
+    def before_backward(self) -> None:
+        """A backward is about to begin."""
+        if self._early is not None and self.is_fused:
+            self._early.begin()
+
+    def engage(self) -> None:
+        """Step on the host, or put each master in its parameter's place so that the optimizer's body can."""
+        if self._engaged is not None:
+            return
+        self._host.pipeline.catch_up()
+        self._admit()
+        self._writes.adopt_seen()
+        for region in self.regions:
+            region.lay_out_gradients()
+        due = self._trained.due()
+        self._warn_without_gradients(found=bool(due))
+        self.num_steps += 1
+        norm, clip, self.norm, self.clip = self.norm, self.clip, None, Clip()
+        if self._kernel is not None and self.is_fused:
+            self._engaged = self._kernel
+            self._kernel.begin(due, self.num_steps, norm, clip)
+        else:
+            if any(region.resident for region in self.regions):
+                require_adam([self.optimizer])
+            self._engaged = self._body
+            self._body.begin(due, self.num_steps, clip)
+
+    def disengage(self) -> None:
+        """End what `engage` began."""
         engaged, self._engaged = self._engaged, None
-        if engaged == "kernel":
-            for group, parameters in self._absent:
-                group["params"][:] = parameters
-            self._absent.clear()
-        elif engaged is not None:
-            self._exchange_back()
-            self._return_group_values()
-            self._keep_in_arena()
-        return engaged
+        if engaged is not None:
+            engaged.end()
+            self._host.depart(self.num_steps)
 
     def _before_step(self, _optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._engaged is not None and self._is_nested():
+            return None  # `super().step()` in the body: a part of the step that has begun
         self.disengage()
+        self.num_calls += 1
+        self._frame = sys._getframe(1)
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
             self.engage()
             return None
-        if not self.is_fused:
-            # Some optimizers list their parameters first and call the closure then.
-            self._admit()
-            self._exchange(self._masters)
-            self._engaged = "early"
         wrapped = partial(self._run_closure, closure)
         if "closure" in kwargs:
             return args, {**kwargs, "closure": wrapped}
@@ -180,192 +196,88 @@ class HookedOptimizer:
     def _run_closure(self, closure: Callable[[], Any]) -> Any:
         # Optimizers such as LBFGS call it many times in one step; each call must see the weights of that moment.
         self.disengage()
-        result = closure()
+        with self._early.last_backward() if self._early is not None else nullcontext():
+            result = closure()
         self.engage()
         return result
 
     def _after_step(self, *_unused: Any) -> None:
-        self.disengage()
+        if sys._getframe(1) is self._frame:
+            self._frame = None
+            self.disengage()
+
+    def _is_nested(self) -> bool:
+        """Whether the step that has begun is still running, rather than ended by an exception."""
+        frame: FrameType | None = sys._getframe(2)
+        while frame is not None:
+            if frame is self._frame:
+                return True
+            frame = frame.f_back
+        return False
+
+    def _before_save(self, _optimizer: Any) -> None:
+        self._host.land()
+
+    def _after_save(self, _optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any] | None:
+        resident = [index for index, parameter in enumerate(self.parameters()) if self._trained.is_resident(parameter)]
+        state = state_dict["state"]
+        copies = {index: {**state[index], **_on_host(state[index])} for index in resident if index in state}
+        return {**state_dict, "state": {**state, **copies}} if copies else None
 
     def _before_load(self, _optimizer: Any, state_dict: dict[str, Any]) -> None:
         # torch casts loaded state to the dtype and device of the parameters it finds: it must find the masters.
         self.disengage()
+        self._host.land()
         if _fits(self.optimizer, state_dict):
-            self._admit(with_state=self._parameters_with_state(state_dict))
-            self._exchange(self._masters)
+            held = self.parameters()
+            self._admit(with_state=[held[index] for index in state_dict["state"] if index < len(held)])
+            self._body.put_masters()
 
     def _after_load(self, _optimizer: Any) -> None:
-        self._exchange_back()
-        self._own_state(self._masters)
-        self._allocate()
+        self._body.put_back()
+        self._own_state(self._trained.masters)
 
     def _admit(self, with_state: Iterable[Tensor] = ()) -> None:
-        """Take in parameters that are to be stepped by now: at first what is trained, later what is added or unfrozen.
-
-        A frozen parameter in an optimizer costs nothing on the host, unless it has state.
-        """
-        stateful = set(with_state)
-        new = [
-            (index, parameter)
-            for index, group in enumerate(self.optimizer.param_groups)
-            for parameter in group["params"]
-            if parameter not in self._known
-            and (parameter.requires_grad or parameter.grad is not None or parameter in stateful)
-        ]
-        if not new:
+        added = self._trained.admit(with_state)
+        if not added:
             return
-        self._known.update(parameter for _, parameter in new)
-        added = self._build(new)
-        self.regions.extend(added)
-        masters = {master.tensor: nn.Parameter(master.host) for region in added for master in region.masters}
-        self._masters.update(masters)
-        self._chunks = _in_forward_order(self.regions, self._order)
+        self._host.land()
         for region in added:
-            self._watch.remember(region)
-        self._allocate()
-        self._own_state(masters)
-
-    def _parameters_with_state(self, state_dict: dict[str, Any]) -> list[Tensor]:
-        return [parameter for index, parameter in enumerate(self.parameters()) if index in state_dict["state"]]
-
-    def _allocate(self) -> None:
-        for region in self.regions:
-            if self.is_fused:
-                region.allocate_moments()
-            else:
+            self._host.watch.remember(region)
+            if self._early is not None:
+                self._early.attach(region)
+            if not self.is_fused:
                 region.allocate_gradients()
+        if self._fused is not None and self.is_fused:
+            self._fused.allocate()
+        chunks = self._trained.chunks
+        self._host.pipeline.reserve(len(chunks), sum(region.resident for region, _ in chunks))
+        self._own_state(master.tensor for region in added for master in region.masters)
 
     def _own_state(self, parameters: Iterable[Tensor]) -> None:
-        """Keep state that came from outside (a constructor, a checkpoint) in host memory that is only ours."""
         if self._fused is not None:
             self._fused.adopt_state()
-            return
-        for parameter in parameters:
-            state = self.optimizer.state.get(parameter, {})
-            for name, value in state.items():
-                if isinstance(value, Tensor):
-                    state[name] = value.detach().to("cpu", copy=True)
+        else:
+            own_state(self.optimizer, parameters)
 
-    def _warn_without_gradients(self) -> None:
-        if self._masters and not self._warned:
-            self._warned = True
+    def _warn_without_gradients(self, found: bool) -> None:
+        if not found and self._trained.masters and not self._warned:
             warnings.warn(
-                f"{type(self.optimizer).__name__}.step() found no gradient in any of its {len(self._masters)} "
+                f"{type(self.optimizer).__name__}.step() found no gradient in any of its {len(self._trained.masters)} "
                 "parameters, so no weight moved. Check that the loss depends on them and that backward ran.",
                 stacklevel=2,
             )
-
-    def _keep_in_arena(self) -> None:
-        """An optimizer may have put new storage in place of a master; its values belong in the arena."""
-        for region in self.regions:
-            for master in region.masters:
-                stand_in = self._masters[master.tensor]
-                if stand_in.data_ptr() != master.host.data_ptr():
-                    master.host.copy_(stand_in.detach())
-                    stand_in.data = master.host
-
-    def _stepped_chunks(self) -> list[tuple[Region, Chunk]]:
-        return [
-            (region, chunk)
-            for region, chunk in self._chunks
-            if any(region.has_gradient(piece) for piece in chunk.pieces)
-        ]
-
-    def _masters_lead(self) -> None:
-        """From here to `_settle` the compute copies are old: whoever looks in between, or interrupts, gets masters."""
-        for region in self.regions:
-            for master in region.masters:
-                master.ahead = True
-
-    def _settle(self) -> None:
-        for region in self.regions:
-            for master in region.masters:
-                if master.tensor.grad is not None:
-                    # As after any step in place: backward through an older graph must fail, not mix two steps.
-                    torch.autograd.graph.increment_version(master.tensor)
-                master.settle()
-            self._watch.remember(region)
-
-    def _hide_parameters(self) -> None:
-        for group in self.optimizer.param_groups:
-            parameters = list(group["params"])
-            self._absent.append((group, parameters))
-            group["params"][:] = [parameter for parameter in parameters if parameter not in self._masters]
-
-    def _exchange(self, places: dict[Tensor, Tensor]) -> None:
-        """Replace parameters in `param_groups` and as keys of the state, in place: some optimizers keep the lists."""
-        state = self.optimizer.state
-        for group in self.optimizer.param_groups:
-            group["params"][:] = [places.get(parameter, parameter) for parameter in group["params"]]
-        for old, new in places.items():
-            if old in state:
-                state[new] = state.pop(old)
-
-    def _exchange_back(self) -> None:
-        self._exchange({master: parameter for parameter, master in self._masters.items()})
-
-    def _collect_gradients(self, chunks: list[tuple[Region, Chunk]]) -> None:
-        for region in self.regions:
-            region.allocate_gradients()
-        self._pipeline.run(chunks, _widen_gradients)
-        for region in self.regions:
-            assert region.gradients is not None
-            for index, master in enumerate(region.masters):
-                stand_in = self._masters[master.tensor]
-                stand_in.grad = _host_gradient(region, index, master)
-                vars(stand_in).update(vars(master.tensor))  # what users hang on a parameter for their optimizer
-
-    def _borrow_group_values(self) -> None:
-        """Settings that only make sense for device tensors, exchanged while the body steps host tensors."""
-        for group in self.optimizer.param_groups:
-            for name, value in list(group.items()):
-                host = _on_host(name, value)
-                if host is not value:
-                    self._borrowed.append((group, name, value))
-                    group[name] = host
-
-    def _return_group_values(self) -> None:
-        for group, name, value in self._borrowed:
-            group[name] = value
-        self._borrowed.clear()
+        self._warned = True  # once a step had gradients, one without is the user's intention
 
 
-def _host_gradient(region: Region, index: int, master: Master) -> Tensor | None:
-    gradient = master.tensor.grad
-    if gradient is None:
-        return None
-    if gradient.layout != torch.strided:
-        return gradient.detach().to("cpu", torch.float32)
-    assert region.gradients is not None
-    return region.view(region.gradients, index)
+def _norm(gradient: Tensor | None) -> Tensor:
+    assert gradient is not None
+    values = gradient.coalesce().values() if gradient.is_sparse else gradient
+    return torch.linalg.vector_norm(values, dtype=torch.float32)
 
 
-def _widen_gradients(region: Region, chunk: Chunk, staged: Tensor) -> list[tuple[int, int]]:
-    assert region.gradients is not None
-    region.gradients.flat(chunk.start, chunk.stop).copy_(staged)
-    return []
-
-
-def _round_masters(region: Region, chunk: Chunk, staged: Tensor) -> list[tuple[int, int]]:
-    staged.copy_(region.master.flat(chunk.start, chunk.stop))
-    return [(chunk.start, chunk.stop)]
-
-
-def _in_forward_order(regions: list[Region], order: dict[Tensor, int]) -> list[tuple[Region, Chunk]]:
-    def position(item: tuple[Region, Chunk]) -> tuple[int, int]:
-        region, chunk = item
-        first = chunk.pieces[0]
-        return order[region.masters[first.index].tensor], first.offset
-
-    return sorted(((region, chunk) for region in regions for chunk in region.chunks), key=position)
-
-
-def _on_host(name: str, value: Any) -> Any:
-    if name == "capturable" and value:
-        return False
-    if isinstance(value, Tensor) and value.device.type != "cpu":
-        return value.to("cpu")
-    return value
+def _on_host(state: dict[str, Any]) -> dict[str, Tensor]:
+    return {name: value.to("cpu", copy=True) for name, value in state.items() if isinstance(value, Tensor)}
 
 
 def _fits(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> bool:

@@ -8,18 +8,25 @@ The value that counts is its master on the host. Three rules hold it together:
 * what others wrote into the copy is adopted by the master when the next step begins, and not before: a value that was
   exchanged and put back leaves no trace. An element is adopted where it differs from what the master rounds to; a
   tensor of higher precision put in place of the copy is adopted as a whole.
+
+Some masters are resident: they stay on the device and are stepped there. What leaves the module is then a copy, and
+what is written into that copy before the next step counts as well.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_cpu_offload.offload.transfer import words
+from lightning_cpu_offload.offload.bits import words
+from lightning_cpu_offload.offload.mapped import take
+
+_SLICE_NUMEL = 4 << 20
+"""Elements compared at a time, so that reading the masters takes next to no memory."""
 
 
 class Master:
@@ -28,7 +35,9 @@ class Master:
     Attributes:
         name: Qualified name in the module.
         tensor: The module's own object; its data is the compute copy while attached.
-        host: The value that counts, on the CPU: FP32 for what is trained, the module's own tensor for the rest.
+        host: The value that counts: FP32 for what is trained, the module's own tensor for the rest. On the CPU, unless
+            the master is resident.
+        resident: It is on the device.
         view: The compute copy, on the device.
         ahead: The host was stepped, and its new value is not yet in the compute copy.
     """
@@ -38,7 +47,10 @@ class Master:
         self.tensor = tensor
         self.host = tensor.data.to("cpu")
         self.view = self.host
+        self._address = self.view.data_ptr()
+        self.resident = False
         self.ahead = False
+        self._exported: tuple[Tensor, int] | None = None  # a copy of a resident master that left, and its version then
         self._replacement: tuple[Tensor, Tensor] | None = None  # FP32 data put in the copy's place, and its cast
         self._dtype = tensor.dtype
         self.settle()
@@ -46,28 +58,33 @@ class Master:
     def bind(self, view: Tensor) -> None:
         """Make `view` what the module computes with; its values must be those of the master."""
         self.view = view
+        self._address = view.data_ptr()
         self.tensor.data = view
         self.settle()
 
     def settle(self) -> None:
-        """Master and compute copy agree as they are now: only later writes are news."""
+        """Master and compute copy agree as they are now."""
         self.ahead = False
-        self._replacement = None
+        self.note()
+
+    def note(self) -> None:
+        """Only later writes are news."""
+        self._exported = self._replacement = None
         self._version = self.tensor._version
         self._host_version = self.host._version
 
     def replaced(self) -> bool:
         """Whether the module's data is no longer the compute copy but something put in its place."""
         data = self.tensor.data
-        return data.data_ptr() != self.view.data_ptr() or data.dtype != self.view.dtype or data.shape != self.view.shape
+        return data.data_ptr() != self._address or data.dtype != self.view.dtype or data.shape != self.view.shape
 
     def written(self) -> bool:
         """Whether torch saw a write to either side; it does not see writes through `.data`."""
-        return self._host_leads() or self.tensor._version != self._version or self.replaced()
+        return self.host_written() or self.tensor._version != self._version or self.replaced()
 
     def host_written(self) -> bool:
         """Whether someone wrote into a tensor that `state_dict` returned: in a plain run, that is the weight."""
-        return self.host._version != self._host_version and not self.ahead
+        return (self.host._version != self._host_version and not self.ahead) or self._exported_written()
 
     def cast_replacement(self) -> None:
         """Let the module compute with FP32 data that was put in the copy's place; uncast, the data still counts.
@@ -83,21 +100,39 @@ class Master:
 
     @torch.no_grad()
     def current(self) -> Tensor:
-        """The value as it counts now, on the host: the master itself, or a new tensor where others wrote."""
+        """The value as it counts now, where the master is: itself, or a new tensor where others wrote."""
+        if self._exported is not None and self._exported_written():
+            self.host.copy_(self._exported[0])
+            self._exported = self._exported[0], self._exported[0]._version
         data = self._data()
         if self._host_leads() or data.shape != self.host.shape:
             return self.host
         if data.dtype == self.view.dtype:
-            value = data.to("cpu")
-            differs = words(value) != words(self.host.to(value.dtype))
-            return torch.where(differs, value.to(self.host.dtype), self.host) if differs.any() else self.host
+            written = [_written(part, host) for part, host in zip(_slices(data), _slices(self.host), strict=True)]
+            if all(part is None for part in written):
+                return self.host
+            value = self.host.clone()
+            for part, target in zip(written, _slices(value), strict=True):
+                if part is not None:
+                    target.copy_(part)
+            return value
         # Data of another dtype was put in place; a mere cast of the copy, as by `module.float()`, writes nothing.
-        return self.host if self.shows_in(data) else data.to("cpu", self.host.dtype)
+        return self.host if self.shows_in(data) else data.to(self.host.device, self.host.dtype)
+
+    @torch.no_grad()
+    def exported(self) -> Tensor:
+        """The value as it counts now, on the CPU; a write to it counts as one to the weight, until the next step."""
+        value = self.current()
+        if not self.resident:
+            return value
+        exported = value.to("cpu", copy=True) if self._exported is None else self._exported[0].copy_(value)
+        self._exported = exported, exported._version
+        return exported
 
     def shows_in(self, data: Tensor) -> bool:
         """Whether `data` holds exactly what the master rounds to, in whatever dtype."""
         rounded = self.host.to(self.view.dtype).to(self.host.dtype)
-        return data.shape == rounded.shape and torch.equal(data.detach().to("cpu", self.host.dtype), rounded)
+        return data.shape == rounded.shape and torch.equal(data.detach().to(rounded.device, rounded.dtype), rounded)
 
     def take_over(self) -> None:
         """Give the master what others wrote; the compute copy is left as it is."""
@@ -105,6 +140,17 @@ class Master:
             raise RuntimeError(
                 f"{self.name}: its data was replaced by a tensor of shape {tuple(self.tensor.shape)}, but the "
                 f"optimizer holds one of {tuple(self.host.shape)}. Change shapes before training."
+            )
+        data = self._data()
+        if data.dtype not in (self.view.dtype, self.host.dtype):
+            raise RuntimeError(
+                f"{self.name}: was cast to {data.dtype} during training, but its compute copy is {self.view.dtype}. "
+                "Cast the module before training, or choose the Trainer's precision."
+            )
+        if self.view.data_ptr() != self._address:
+            raise RuntimeError(
+                f"{self.name}: its memory was moved during training, as share_memory() does, so steps would no longer "
+                "reach it. Call that before training."
             )
         value = self.current()
         if value is not self.host:
@@ -123,16 +169,18 @@ class Master:
     @torch.no_grad()
     def load(self, value: Tensor) -> None:
         """Take over a value on its way into the module; where it is only the master's rounding, the master stays."""
-        value = value.detach().to("cpu")
+        value = value.detach()
         if value.dtype == self.view.dtype != self.host.dtype:
+            value = value.to(self.host.device)
             differs = words(value) != words(self.host.to(value.dtype))
             value = torch.where(differs, value.to(self.host.dtype), self.host)
-        self.host.copy_(value)
-        self._host_version = self.host._version
+        take(self.host, value)
+        self._host_version, self._exported = self.host._version, None
 
     def restore(self) -> None:
         """Give the module its value back in the dtype it came with; gradients of the compute copy are dropped."""
         self.tensor.grad = None
+        self.host = self.host.to("cpu")
         self.tensor.data = self.host if self.host.dtype == self._dtype else self.host.to(self._dtype)
 
     def _data(self) -> Tensor:
@@ -144,6 +192,9 @@ class Master:
 
     def _host_leads(self) -> bool:
         return self.ahead or self.host_written()
+
+    def _exported_written(self) -> bool:
+        return self._exported is not None and self._exported[0]._version != self._exported[1]
 
 
 class Live:
@@ -170,17 +221,19 @@ class StateDictHooks:
     Args:
         module: The attached module.
         masters: Masters by the tensors they belong to; may grow.
+        land: Waits until no step is under way.
     """
 
-    def __init__(self, module: nn.Module, masters: dict[Tensor, Master]) -> None:
+    def __init__(self, module: nn.Module, masters: dict[Tensor, Master], land: Callable[[], None]) -> None:
         self._module = module
         self._masters = masters
+        self._land = land
         self._process = os.getpid()
         self._before = {(owner, name): (tensor, tensor.dtype) for owner, name, tensor in _named_tensors(module)}
         self._handles = []
         for owner in module.modules():
             if isinstance(owner, torch.jit.ScriptModule):
-                continue  # takes no hooks; its tensors stay in their dtype, so they are what they hold
+                continue  # takes no hooks: the module that holds it speaks for its tensors
             self._handles.append(owner.register_state_dict_post_hook(Live(self._on_save)))
             self._handles.append(owner.register_load_state_dict_pre_hook(Live(self._on_load)))
 
@@ -195,17 +248,19 @@ class StateDictHooks:
     def _on_save(self, owner: nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: Any) -> None:
         if os.getpid() != self._process:
             return  # a forked child has the compute copies only: it does not inherit the masters' memory
+        self._land()
         for name, tensor in _own_tensors(owner):
             saved = state_dict.get(prefix + name)
             # A module may save something else under the name, and `keep_vars=True` asks for the object itself.
             if saved is None or saved is tensor or saved.data_ptr() != tensor.data_ptr():
                 continue
             if tensor in self._masters:
-                state_dict[prefix + name] = self._masters[tensor].current()
+                state_dict[prefix + name] = self._masters[tensor].exported()
             else:
                 state_dict[prefix + name] = self._uncast(owner, name, saved)
 
     def _on_load(self, owner: nn.Module, state_dict: dict[str, Any], prefix: str, *_unused: Any) -> None:
+        self._land()
         for name, tensor in _own_tensors(owner):
             master, value = self._masters.get(tensor), state_dict.get(prefix + name)
             if master and isinstance(value, Tensor) and value.shape == master.host.shape:
@@ -220,13 +275,31 @@ class StateDictHooks:
         before, dtype = self._before.get((owner, name), (None, torch.float32))
         master = self._masters.get(before) if before is not None else None
         if master is not None and master.shows_in(tensor):
-            return master.host
+            return master.host.to("cpu")
         return tensor.data.float() if (tensor.dtype, dtype) == (torch.bfloat16, torch.float32) else tensor
 
 
+def _slices(tensor: Tensor) -> Sequence[Tensor]:
+    if tensor.numel() <= _SLICE_NUMEL:
+        return (tensor,)
+    return tensor.split(max(1, _SLICE_NUMEL * len(tensor) // tensor.numel()))
+
+
+def _written(data: Tensor, host: Tensor) -> Tensor | None:
+    """What a part of the master becomes where its compute copy was written to, None if it was not."""
+    value = data.to(host.device)
+    differs = words(value) != words(host.to(value.dtype))
+    return torch.where(differs, value.to(host.dtype), host) if differs.any() else None
+
+
 def _own_tensors(owner: nn.Module) -> Iterable[tuple[str, Tensor]]:
+    """The tensors of a module by their names in it, with those of its parts in TorchScript."""
     for named in (owner._parameters, owner._buffers):
         yield from ((name, tensor) for name, tensor in named.items() if tensor is not None)
+    for name, part in owner._modules.items():
+        if isinstance(part, torch.jit.ScriptModule):
+            yield from part.named_parameters(name)
+            yield from part.named_buffers(name)
 
 
 def _named_tensors(module: nn.Module) -> Iterable[tuple[nn.Module, str, Tensor]]:

@@ -3,7 +3,7 @@
 Masters and moments are allocated once as a few large anonymous mappings. A parameter's tensor is a view with a
 storage of its own, so it is saved, copied and compared like any ordinary tensor. The pages are not inherited by
 forked children: dataloader workers forked in the middle of training would otherwise keep a copy of every page the
-next optimizer step writes.
+next optimizer step writes. What is to stay on the device is a vector there, with views of the same kind.
 """
 
 from __future__ import annotations
@@ -20,15 +20,21 @@ from torch import Tensor
 
 _FLOAT_BYTES = 4
 
+BLOCK_DEPTH = 4
+"""Staging buffers in one allocation."""
+
 
 class HostArena:
     """`numel` FP32 zeros in one mapping of exactly that size.
 
     Attributes:
+        numel: Number of elements.
+        nbytes: Their size.
         array: All elements, float32[numel].
     """
 
     def __init__(self, numel: int) -> None:
+        self.numel = numel
         self.nbytes = numel * _FLOAT_BYTES
         self._map = _map(self.nbytes)
         self.array: np.ndarray = np.frombuffer(self._map, dtype=np.float32, count=numel)
@@ -51,15 +57,45 @@ class HostArena:
         _advise(self._map, "MADV_DOFORK")
 
 
+class DeviceArena:
+    """`numel` FP32 zeros on a device, in place of a `HostArena`.
+
+    Attributes:
+        numel: Number of elements.
+        nbytes: Their size.
+    """
+
+    def __init__(self, numel: int, device: torch.device) -> None:
+        self.numel = numel
+        self.nbytes = numel * _FLOAT_BYTES
+        self._flat = torch.zeros(numel, dtype=torch.float32, device=device)
+
+    def tensor(self, start: int, shape: Sequence[int], stride: Sequence[int]) -> Tensor:
+        """A view of the elements from `start`, with its own storage of exactly its own size."""
+        return own_storage(self._flat, start, torch.Size(shape), tuple(stride))
+
+    def flat(self, start: int, stop: int) -> Tensor:
+        """Elements `start` to `stop` as one vector."""
+        return self._flat[start:stop]
+
+    def inherit_on_fork(self) -> None:
+        """Nothing to do: forked children have no use for a device."""
+
+
+Arena = HostArena | DeviceArena
+
+
 class HostMemory:
     """Allocates what the offload keeps on the host and knows how much that is.
 
     Attributes:
-        bytes_by_name: Bytes held, by purpose.
+        bytes_by_name: Bytes held on the host, by purpose.
+        device_bytes: Bytes of arenas on the device instead.
     """
 
     def __init__(self) -> None:
         self.bytes_by_name: dict[str, int] = {}
+        self.device_bytes = 0
 
     @property
     def nbytes(self) -> int:
@@ -72,10 +108,16 @@ class HostMemory:
         self._count(name, arena.nbytes)
         return arena
 
-    def staging(self, nbytes: int, pin: bool) -> Tensor:
+    def device_arena(self, numel: int, device: torch.device) -> DeviceArena:
+        """An FP32 arena on a device."""
+        arena = DeviceArena(numel, device)
+        self.device_bytes += arena.nbytes
+        return arena
+
+    def staging(self, nbytes: int, pin: bool, name: str = "ring") -> Tensor:
         """Staging memory, uint8[nbytes], page-locked if `pin`; RuntimeError where the machine refuses."""
         buffer = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=pin)
-        self._count("ring", nbytes)
+        self._count(name, nbytes)
         return buffer
 
     def _count(self, name: str, nbytes: int) -> None:
@@ -96,7 +138,7 @@ def allocate_ring(memory: HostMemory, depth: int, nbytes: int, pin: bool | str) 
     """
     if pin:
         try:
-            return _split(memory.staging(depth * nbytes, pin=True), nbytes), True
+            return _buffers(memory, depth, nbytes, pin=True), True
         except RuntimeError as error:
             if pin != "auto":
                 raise RuntimeError(
@@ -108,12 +150,20 @@ def allocate_ring(memory: HostMemory, depth: int, nbytes: int, pin: bool | str) 
                 "so copies no longer overlap with the optimizer step. Raise the limit of locked memory to mend it.",
                 stacklevel=2,
             )
-    return _split(memory.staging(depth * nbytes, pin=False), nbytes), False
+    return _buffers(memory, depth, nbytes, pin=False), False
 
 
-def _split(buffer: Tensor, nbytes: int) -> list[Tensor]:
-    # One allocation: a ring refused halfway would leave its first buffers page-locked in torch's cache.
-    return list(buffer.split(nbytes))
+def own_storage(flat: Tensor, start: int, shape: torch.Size, stride: tuple[int, ...]) -> Tensor:
+    """A part of a vector whose storage is that part alone, so that pickling it does not write the whole vector."""
+    begin, end = (element * flat.element_size() for element in (start, start + shape.numel()))
+    part = flat.untyped_storage()[begin:end]
+    return torch.empty(0, dtype=flat.dtype, device=flat.device).set_(part, 0, shape, stride)
+
+
+def _buffers(memory: HostMemory, depth: int, nbytes: int, pin: bool) -> list[Tensor]:
+    # In blocks of a ring's size: torch rounds page-locked blocks up to a power of two, which this one is.
+    blocks = [min(BLOCK_DEPTH, depth - first) for first in range(0, depth, BLOCK_DEPTH)]
+    return [buffer for block in blocks for buffer in memory.staging(block * nbytes, pin).split(nbytes)]
 
 
 def _map(nbytes: int) -> mmap.mmap:

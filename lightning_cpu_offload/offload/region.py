@@ -3,13 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from lightning_cpu_offload.offload.masters import Master
-from lightning_cpu_offload.offload.memory import HostArena, HostMemory
+from lightning_cpu_offload.offload.memory import Arena, HostMemory, own_storage
 from lightning_cpu_offload.offload.plan import Chunk, Piece, cut, offsets
+
+SMALL = 1 << 14
+"""Elements below which gradients are copied together: more calls than bytes."""
+
+
+@dataclass
+class Source:
+    """Gradients that lie end to end in a region, from element `start` to `stop`; several only if all are small."""
+
+    start: int
+    stop: int
+    tensors: list[Tensor]
+
+    def copy_to(self, target: Tensor) -> None:
+        """Lay them end to end in `target`, a vector on their device."""
+        vectors = [tensor.detach().view(-1) for tensor in self.tensors]
+        if len(vectors) == 1:
+            target.copy_(vectors[0])
+        else:
+            torch.cat(vectors, out=target)
 
 
 class Region:
@@ -21,14 +42,15 @@ class Region:
         device: Where the module computes.
         memory: Where host memory comes from.
         slot_bytes: What one chunk may occupy on the device.
+        resident: Keep the masters, and all that belongs to them, on the device, where they are stepped.
 
     Attributes:
+        resident: Whether they are there.
         master: FP32 values, one arena.
         weights: Compute copies, one device vector; each parameter's data is a view of it.
-        exp_avg: First moments in the layout of `master`, once `allocate_moments` was called.
-        exp_avg_sq: Second moments, likewise.
         gradients: FP32 gradients of the masters, once `allocate_gradients` was called.
         chunks: How the region is cut.
+        chunk_numel: Elements of each chunk but the last.
     """
 
     def __init__(
@@ -38,34 +60,36 @@ class Region:
         device: torch.device,
         memory: HostMemory,
         slot_bytes: int,
+        resident: bool = False,
     ) -> None:
         numels = [master.host.numel() for master in masters]
         self.masters = list(masters)
         self.offsets = offsets(numels)
         self.strides = [_dense_stride(master.host) for master in masters]
         self.numel = self.offsets[-1]
-        self.chunks = cut(numels, max(1, slot_bytes // dtype.itemsize))
+        self.chunk_numel = max(1, slot_bytes // dtype.itemsize)
+        self.chunks = cut(numels, self.chunk_numel)
+        self.resident = resident
         self._memory = memory
-        self.master = memory.arena("masters", self.numel)
+        self._device = device
+        self.master = self.arena("masters")
         self.weights = torch.empty(self.numel, dtype=dtype, device=device)
-        self.exp_avg: HostArena | None = None
-        self.exp_avg_sq: HostArena | None = None
-        self.gradients: HostArena | None = None
+        self.gradients: Arena | None = None
         for index in range(len(masters)):
             self._take_over(index)
 
-    def allocate_moments(self) -> None:
-        """Make room for AdamW's state."""
-        if self.exp_avg is None:
-            self.exp_avg = self._memory.arena("moments", self.numel)
-            self.exp_avg_sq = self._memory.arena("moments", self.numel)
-
     def allocate_gradients(self) -> None:
-        """Make room for FP32 gradients, which optimizers without a kernel of ours read all at once."""
+        """Make room for FP32 gradients: those that optimizers without a kernel read, or that sum up on the host."""
         if self.gradients is None:
-            self.gradients = self._memory.arena("gradients", self.numel)
+            self.gradients = self.arena("gradients")
 
-    def view(self, arena: HostArena, index: int) -> Tensor:
+    def arena(self, name: str) -> Arena:
+        """FP32 zeros for all parameters, where the masters are; counted under `name` if on the host."""
+        if self.resident:
+            return self._memory.device_arena(self.numel, self._device)
+        return self._memory.arena(name, self.numel)
+
+    def view(self, arena: Arena, index: int) -> Tensor:
         """Parameter `index`'s part of an arena, in the parameter's shape."""
         return arena.tensor(self.offsets[index], self.masters[index].host.shape, self.strides[index])
 
@@ -74,29 +98,51 @@ class Region:
         numel = chunk.stop - chunk.start
         return buffer[: numel * self.weights.element_size()].view(self.weights.dtype)
 
-    def gradient(self, piece: Piece) -> Tensor | None:
-        """The part of a parameter's dense gradient that belongs to `piece`, as a vector, or None if there is none."""
-        gradient = self.masters[piece.index].tensor.grad
-        if gradient is None or gradient.layout != torch.strided:
-            return None
-        flat = gradient.detach().as_strided((gradient.numel(),), (1,))
-        return flat[piece.offset : piece.offset + piece.stop - piece.start]
-
     def has_gradient(self, piece: Piece) -> bool:
         """Whether the parameter of `piece` is to be stepped."""
         return self.masters[piece.index].tensor.grad is not None
 
+    def sources(self, chunk: Chunk) -> list[Source]:
+        """The dense gradients of a chunk, laid out like their parameters; small neighbours together."""
+        found: list[Source] = []
+        open_until = -1  # where a small gradient may join the last source
+        for piece in chunk.pieces:
+            gradient = self.masters[piece.index].tensor.grad
+            if gradient is None or gradient.layout != torch.strided:
+                continue
+            size = piece.stop - piece.start
+            small = size == gradient.numel() < SMALL and gradient.is_contiguous()
+            small = small and gradient.dtype == self.weights.dtype
+            if not small:
+                flat = gradient.detach().as_strided((gradient.numel(),), (1,))
+                found.append(Source(piece.start, piece.stop, [flat[piece.offset : piece.offset + size]]))
+            elif piece.start == open_until:
+                found[-1].tensors.append(gradient)
+                found[-1].stop = piece.stop
+            else:
+                found.append(Source(piece.start, piece.stop, [gradient]))
+            open_until = piece.stop if small else -1
+        return found
+
+    def number(self, chunk: Chunk) -> int:
+        """Which of its chunks a chunk is."""
+        return chunk.start // self.chunk_numel
+
     def lay_out_gradients(self) -> None:
         """Give gradients the layout of their parameters; autograd nearly always has done so."""
         for master, stride in zip(self.masters, self.strides, strict=True):
-            gradient = master.tensor.grad
-            if gradient is not None and not _same_layout(gradient, stride):
-                laid_out = torch.empty_strided(gradient.shape, stride, dtype=gradient.dtype, device=gradient.device)
-                master.tensor.grad = laid_out.copy_(gradient)
+            tensor, gradient = master.tensor, master.tensor.grad
+            if gradient is None or gradient.layout != torch.strided:
+                continue  # sparse: the optimizer takes it as it is, or refuses it
+            dtype = _gradient_dtype(tensor, gradient)
+            if not _same_layout(gradient, stride) or gradient.dtype != dtype:
+                laid_out = torch.empty_strided(gradient.shape, stride, dtype=dtype, device=gradient.device)
+                tensor.grad = None
+                tensor.grad = laid_out.copy_(gradient)
 
     def inherit_on_fork(self) -> None:
         """Make the host memory ordinary for children of this process, once training is over."""
-        for arena in (self.master, self.exp_avg, self.exp_avg_sq, self.gradients):
+        for arena in (self.master, self.gradients):
             if arena is not None:
                 arena.inherit_on_fork()
 
@@ -104,29 +150,26 @@ class Region:
         master = self.masters[index]
         host = self.view(self.master, index)
         host.copy_(master.host)
-        master.host = host
-        view = _own_storage(self.weights, self.offsets[index], host.shape, self.strides[index])
+        master.host, master.resident = host, self.resident
+        view = own_storage(self.weights, self.offsets[index], host.shape, self.strides[index])
         view.copy_(host)
         gradient = master.tensor.grad
         master.tensor.grad = None
         master.bind(view)
         if gradient is not None:
-            master.tensor.grad = gradient.to(view.device, view.dtype)
-
-
-def _own_storage(flat: Tensor, start: int, shape: torch.Size, stride: tuple[int, ...]) -> Tensor:
-    """A part of a vector whose storage is that part alone, so that pickling it does not write the whole vector."""
-    begin, end = (element * flat.element_size() for element in (start, start + shape.numel()))
-    part = flat.untyped_storage()[begin:end]
-    return torch.empty(0, dtype=flat.dtype, device=flat.device).set_(part, 0, shape, stride)
+            master.tensor.grad = gradient.to(view.device, _gradient_dtype(master.tensor, gradient))
 
 
 def _same_layout(gradient: Tensor, stride: tuple[int, ...]) -> bool:
-    if gradient.layout != torch.strided:
-        return True  # sparse: the optimizer takes it as it is, or refuses it
-    return all(
+    return gradient.stride() == stride or all(
         size <= 1 or own == wanted for size, own, wanted in zip(gradient.shape, gradient.stride(), stride, strict=True)
     )
+
+
+def _gradient_dtype(tensor: Tensor, gradient: Tensor) -> torch.dtype:
+    """The dtype in which torch lets `tensor.grad` be: that of the tensor, or another that the user allowed."""
+    allowed = getattr(tensor, "grad_dtype", tensor.dtype)  # torch 2.10
+    return gradient.dtype if allowed is None else allowed
 
 
 def _dense_stride(tensor: Tensor) -> tuple[int, ...]:

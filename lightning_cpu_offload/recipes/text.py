@@ -153,6 +153,11 @@ class TextDataModule(pl.LightningDataModule):
         """Ids to text."""
         return self.corpus.tokenizer.decode(ids)
 
+    def example_batch(self) -> Batch:
+        """A batch without data, of the shapes of the real ones: what `estimate` asks for, before any text is read."""
+        shape = (self.batch_size, self.context_length)
+        return torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
+
     def prepare_data(self) -> None:
         """Tokenizes, in one process, what the cache does not have.
 

@@ -1,0 +1,91 @@
+"""What a training will need and how long its steps will take, known before it begins."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from lightning_cpu_offload.estimate.choices import Survey
+from lightning_cpu_offload.estimate.hardware import hardware
+from lightning_cpu_offload.estimate.memory import Compute
+from lightning_cpu_offload.estimate.report import Estimate
+from lightning_cpu_offload.estimate.schedule import Staging
+from lightning_cpu_offload.offload.pipeline import RING_DEPTH, SLOT_BYTES
+from lightning_cpu_offload.precision import CPUOffloadPrecision
+
+__all__ = ["Estimate", "estimate"]
+
+
+def estimate(
+    module: Any,
+    batch: Any,
+    *,
+    strategy: Any = None,
+    precision: str | None = None,
+    accumulate_grad_batches: int = 1,
+    gradient_clip_val: float | None = None,
+    vram: int | None = None,
+    ram: int | None = None,
+    device_fraction: float = 0.25,
+    rates: Mapping[str, float | None] | None = None,
+) -> Estimate:
+    """Memory and step time of every way to train a module, without data, weights or a device.
+
+    The module's own `training_step` runs on tensors that have no memory, so a model of any size is looked at in
+    seconds; built under `torch.device("meta")`, it takes no memory itself. Module and batch are left as they were.
+
+    Args:
+        module: A LightningModule.
+        batch: One batch of its training data; tensors may be on "meta".
+        strategy: A `CPUOffloadStrategy`, whose precision is taken; anything else says nothing.
+        precision: `"bf16-mixed"`, `"bf16-true"` or `"32-true"`; None: the strategy's, or `"bf16-mixed"`.
+        accumulate_grad_batches: As for a Trainer.
+        gradient_clip_val: As for a Trainer.
+        vram: Bytes the device has, for the verdict.
+        ram: Bytes the host has, for the verdict.
+        device_fraction: Part of the parameters stepped on the device in the row of that name.
+        rates: Rates by their names in `Rates`, per second in FLOP or bytes; others are measured where possible.
+
+    Raises:
+        ValueError: `accumulate_grad_batches` is not positive, or `precision` is not computed here.
+    """
+    if accumulate_grad_batches < 1:
+        raise ValueError(f"accumulate_grad_batches={accumulate_grad_batches!r}: must be 1 or more.")
+    measured = hardware(rates or {})
+    survey = Survey(
+        module=module,
+        batch=batch,
+        compute=_compute(precision or _precision_of(strategy)),
+        rates=measured.rates,
+        staging=Staging(SLOT_BYTES, RING_DEPTH, device_fraction=device_fraction),
+        accumulate=accumulate_grad_batches,
+        clip=bool(gradient_clip_val),
+    )
+    rows = survey.rows()
+    notes = [survey.subject.note] if survey.subject.note else []
+    if guesses := sorted({guess for row in rows for guess in row.device.guesses}):
+        notes.append(f"The step looks at values, which were taken for one or for the most there could be: {guesses}")
+    return Estimate(
+        module=type(module).__name__,
+        parameters=survey.subject.numel,
+        rows=tuple(rows),
+        hardware=measured,
+        accumulate=accumulate_grad_batches,
+        vram=vram,
+        ram=ram,
+        reason=survey.reason,
+        notes=tuple(notes),
+    )
+
+
+def _precision_of(strategy: Any) -> str:
+    asked = getattr(getattr(strategy, "precision_plugin", None), "precision", None)
+    return asked if isinstance(asked, str) else "bf16-mixed"
+
+
+def _compute(precision: str) -> Compute:
+    plugin = CPUOffloadPrecision(precision)  # type: ignore[arg-type]
+    plugin.choose(torch.device("cpu"))  # fakes are on the CPU, whatever is trained on
+    return Compute(plugin.dtype_of, plugin.forward_context, plugin.convert_input)

@@ -1,0 +1,12 @@
+"""The bits of floating-point tensors, for what must be compared or hashed exactly."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def words(tensor: Tensor) -> Tensor:
+    """The bits of a floating-point tensor as integers of the same size, shape and strides kept."""
+    integer = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    return tensor.detach().view(integer)

@@ -1,0 +1,58 @@
+"""What all optimizers of a module share on the host."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightning_cpu_offload.kernels.threads import ThreadPool
+from lightning_cpu_offload.offload.gate import Gate
+from lightning_cpu_offload.offload.gradients import GradientStream
+from lightning_cpu_offload.offload.memory import HostMemory
+from lightning_cpu_offload.offload.nonfinite import Nonfinite
+from lightning_cpu_offload.offload.pipeline import Pipeline
+from lightning_cpu_offload.offload.watch import Watch
+
+
+@dataclass(frozen=True)
+class Host:
+    """One of each, for one module.
+
+    Attributes:
+        memory: Where host memory comes from.
+        threads: The pool for host work.
+        pipeline: Moves gradients and weights.
+        gate: Lets the training thread go on while they move.
+        watch: Notices what others write into the weights.
+        nonfinite: Judges gradients that are not finite.
+        stream: Takes gradients to the host as they are made; None: they stay on the device until the step.
+        early: Steps begin under backward.
+        exact_steps: With a pipeline that holds weights back, so many steps are exact before the first one is late.
+    """
+
+    memory: HostMemory
+    threads: ThreadPool
+    pipeline: Pipeline
+    gate: Gate
+    watch: Watch
+    nonfinite: Nonfinite
+    stream: GradientStream | None
+    exact_steps: int
+    early: bool = False
+
+    def land(self) -> None:
+        """Wait until nothing is under way."""
+        self.pipeline.land()
+        self.gate.open()
+
+    def depart(self, num_steps: int) -> None:
+        """Let the training thread go on after step number `num_steps`, as far as somebody guards what is under way."""
+        if self.pipeline.hold and num_steps > self.exact_steps:
+            if not self.gate.close():
+                self.pipeline.arrive_all()
+        elif self.pipeline.hold or not self.gate.close():
+            self.land()
+
+    def before_backward(self) -> None:
+        """What the forward pass did not wait for must be there now; and gradients, if they stay, must have left."""
+        self.pipeline.before_backward()
+        self.gate.open()

@@ -1,0 +1,119 @@
+"""The parameters that one optimizer steps on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_cpu_offload.offload.masters import Master
+from lightning_cpu_offload.offload.plan import Chunk
+from lightning_cpu_offload.offload.region import Region
+
+RegionBuilder = Callable[[Sequence[tuple[int, Tensor]]], list[Region]]
+"""Makes regions that hold the given parameters, each with the index of its group; or finds them, if they exist."""
+
+
+class Trained:
+    """Grows as parameters are added to the optimizer or unfrozen.
+
+    Args:
+        optimizer: Over them.
+        build: Where regions come from.
+        order: Position of each parameter in the module, which is taken for forward order.
+        converted: Masters of the whole module; may grow.
+
+    Attributes:
+        regions: What holds them; where optimizers share parameters, also parameters of another optimizer.
+        masters: By parameter.
+        chunks: All of them, in forward order.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        build: RegionBuilder,
+        order: dict[Tensor, int],
+        converted: Mapping[Tensor, Master],
+    ) -> None:
+        self.regions: list[Region] = []
+        self.masters: dict[Tensor, Master] = {}
+        self.chunks: list[tuple[Region, Chunk]] = []
+        self._optimizer = optimizer
+        self._build = build
+        self._order = order
+        self._converted = converted
+
+    def parameters(self) -> list[Tensor]:
+        """What the optimizer holds now."""
+        return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+
+    def is_resident(self, parameter: Tensor) -> bool:
+        """Whether a parameter's master and state are on the device."""
+        master = self.masters.get(parameter)
+        return master is not None and master.resident
+
+    def admit(self, with_state: Iterable[Tensor] = ()) -> list[Region]:
+        """Take in parameters that are to be stepped by now, and return the regions that came with them.
+
+        A frozen parameter in an optimizer costs nothing on the host, unless it has state.
+        """
+        stateful = set(with_state)
+        new = [
+            (index, parameter)
+            for index, group in enumerate(self._optimizer.param_groups)
+            for parameter in group["params"]
+            if parameter not in self.masters
+            and (parameter.requires_grad or parameter.grad is not None or parameter in stateful)
+        ]
+        added = [region for region in self._build(new) if region not in self.regions] if new else []
+        self.regions.extend(added)
+        self.masters.update({master.tensor: master for region in added for master in region.masters})
+        if added:
+            self.chunks = _in_forward_order(self.regions, self._order)
+        return added
+
+    def frozen(self) -> list[Master]:
+        """Masters of what the optimizer holds but does not step, where the compute copy is of another dtype."""
+        rest = [parameter for parameter in self.parameters() if parameter not in self.masters]
+        return [self._converted[parameter] for parameter in rest if parameter in self._converted]
+
+    def due(self) -> list[Master]:
+        """Masters of the optimizer's own parameters that have a gradient."""
+        own = set(self.parameters())
+        return [master for tensor, master in self.masters.items() if tensor in own and tensor.grad is not None]
+
+    def due_chunks(self, due: Iterable[Master]) -> list[tuple[Region, Chunk]]:
+        """The chunks in which they are."""
+        stepped = {master.tensor for master in due}
+        return [
+            (region, chunk)
+            for region, chunk in self.chunks
+            if any(region.masters[piece.index].tensor in stepped for piece in chunk.pieces)
+        ]
+
+    def lead(self) -> None:
+        """The masters are about to be stepped: until they are settled, their compute copies are old."""
+        for master in self.masters.values():
+            master.ahead = True
+
+    def settle(self) -> None:
+        """Masters and compute copies agree."""
+        for master in self.masters.values():
+            master.ahead = False
+
+    def note(self, stepped: Iterable[Master]) -> None:
+        """As after any step in place: backward through an older graph must fail, not mix two steps."""
+        torch.autograd.graph.increment_version([master.tensor for master in stepped])
+        for master in self.masters.values():
+            master.note()
+
+
+def _in_forward_order(regions: list[Region], order: dict[Tensor, int]) -> list[tuple[Region, Chunk]]:
+    def position(item: tuple[Region, Chunk]) -> tuple[int, int]:
+        region, chunk = item
+        first = chunk.pieces[0]
+        return order[region.masters[first.index].tensor], first.offset
+
+    return sorted(((region, chunk) for region in regions for chunk in region.chunks), key=position)
