@@ -78,10 +78,12 @@ def assert_bit_for_bit(module: NetworkModule, kind: type[ReferenceLoop] = Refere
     assert_identical(module.snapshot(), loop.snapshot())
 
 
-def assert_step_by_step(module: NetworkModule, kind: type[ReferenceLoop] = ReferenceLoop) -> None:
-    """Every step of a watched module within `STEP_RTOL`, and losses bit for bit."""
+def assert_step_by_step(
+    module: NetworkModule, kind: type[ReferenceLoop] = ReferenceLoop, rtol: float = STEP_RTOL
+) -> None:
+    """Every step of a watched module within `rtol`, and losses bit for bit."""
     loop = reference_loop(module.case, kind)
-    follow(loop, make_batches(module.case), EPOCHS, module.trail, STEP_RTOL)
+    follow(loop, make_batches(module.case), EPOCHS, module.trail, rtol)
     assert_same_losses(module.losses, loop.losses)
 
 

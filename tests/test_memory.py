@@ -105,6 +105,11 @@ def host_only(net: nn.Module, optimizer: torch.optim.Optimizer) -> Attachment:
     return Attachment(net, [optimizer], CPU, mixed, Settings(cpu_threads=1))
 
 
+def small(attachment: Attachment) -> int:
+    """Bytes for the answers to a step's checks: one for each chunk and one more, and those outgrown."""
+    return attachment.memory.bytes_by_name["checks"]
+
+
 def step(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     for parameter in net.parameters():
         if parameter.requires_grad:
@@ -131,8 +136,14 @@ def test_adam_takes_twelve_bytes_per_trained_parameter_and_the_ring(kind: Any, l
     optimizer = kind(net.parameters())
     attachment = host_only(net, optimizer)
     ring = RING_DEPTH * SLOT_BYTES
-    assert attachment.memory.bytes_by_name == {"masters": 4 * TRAINED, "moments": 8 * TRAINED, "ring": ring}
-    assert (sum(ledger.map_bytes), sum(ledger.tensor_bytes)) == (12 * TRAINED, ring)
+    checks = 1 + sum(len(region.chunks) for region in attachment.regions)
+    assert attachment.memory.bytes_by_name == {
+        "masters": 4 * TRAINED,
+        "moments": 8 * TRAINED,
+        "ring": ring,
+        "checks": checks,
+    }
+    assert (sum(ledger.map_bytes), sum(ledger.tensor_bytes)) == (12 * TRAINED, ring + checks)
     assert ledger.total == attachment.memory.nbytes
     step(net, optimizer)
     trained = [parameter for parameter in net.parameters() if parameter.requires_grad and parameter.numel()]
@@ -155,7 +166,12 @@ def test_other_optimizers_take_a_master_a_gradient_and_their_own_state(name: str
     optimizer = make(net.parameters())
     attachment = host_only(net, optimizer)
     ring = RING_DEPTH * SLOT_BYTES
-    assert attachment.memory.bytes_by_name == {"masters": 4 * TRAINED, "gradients": 4 * TRAINED, "ring": ring}
+    assert attachment.memory.bytes_by_name == {
+        "masters": 4 * TRAINED,
+        "gradients": 4 * TRAINED,
+        "ring": ring,
+        "checks": small(attachment),
+    }
     assert ledger.total == attachment.memory.nbytes
     step(net, optimizer)
     assert state_bytes(optimizer) == own_bytes * TRAINED
@@ -181,7 +197,8 @@ def test_parameters_unfrozen_later_are_counted_when_they_come(ledger: Ledger) ->
     net.get_submodule("frozen").requires_grad_(True)
     step(net, optimizer)
     step(net, optimizer)
-    assert ledger.total == attachment.memory.nbytes == 12 * (TRAINED + 7 * 7 + 7) + RING_DEPTH * SLOT_BYTES
+    assert ledger.total == attachment.memory.nbytes
+    assert attachment.memory.nbytes == 12 * (TRAINED + 7 * 7 + 7) + RING_DEPTH * SLOT_BYTES + small(attachment)
 
 
 def test_after_detach_only_weights_and_state_are_kept(ledger: Ledger) -> None:
@@ -189,7 +206,7 @@ def test_after_detach_only_weights_and_state_are_kept(ledger: Ledger) -> None:
         net = make_net()
         optimizer = make(net.parameters())
         attachment = host_only(net, optimizer)
-        ring = weakref.ref(attachment.pipeline._ring[0].buffer)  # type: ignore[union-attr]
+        ring = weakref.ref(attachment.pipeline._slots[0].buffer)  # type: ignore[union-attr]
         step(net, optimizer)
         attachment.detach()
         del attachment

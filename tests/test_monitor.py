@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -13,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_cpu_offload import OffloadMonitor, callbacks
+from lightning_cpu_offload import OffloadMonitor
+from lightning_cpu_offload.callbacks import measures, monitor
 from lightning_cpu_offload.offload.pipeline import RING_DEPTH, SLOT_BYTES
 from tests.models import quiet_trainer
 from tests.net import (
@@ -28,7 +30,14 @@ from tests.net import (
     weights,
 )
 
-NAMES = {f"offload/{name}" for name in ("host_step_ms", "exposed_wait_ms", "d2h_bytes", "h2d_bytes", "host_bytes")}
+TIMES = ("step_ms", "host_step_ms", "arrival_wait_ms", "exposed_wait_ms")
+MOVED = ("d2h_bytes", "h2d_bytes", "device_bytes/weights", "device_bytes/gradients")
+HELD = ("host_bytes", "host_bytes/ring", "host_bytes/masters", "host_bytes/checks")
+NAMES = {f"offload/{name}" for name in (*TIMES, *MOVED, *HELD, "skipped_steps")}
+STATE = {
+    adamw: {f"offload/{name}" for name in ("host_bytes/moments", "host_gb_per_s", "host_percent_of_limit")},
+    sgd: {"offload/host_bytes/gradients"},
+}
 NORM = "offload/grad_norm"
 
 
@@ -70,9 +79,9 @@ class TestBytes:
         records = monitored(net, precision).records
         assert records.keys() == {1, 2, 3}
         for record in records.values():
-            assert record.keys() == NAMES | {NORM}
-            assert record["offload/d2h_bytes"] == trained_bytes(net, precision)
-            assert record["offload/h2d_bytes"] == trained_bytes(net, precision)
+            assert record.keys() == NAMES | STATE[make] | {NORM}
+            for name in MOVED:  # on the CPU nothing else is counted as the device's
+                assert record[f"offload/{name}"] == trained_bytes(net, precision), name
 
     def test_that_cross_are_fewer_without_some_gradients(self) -> None:
         class Sometimes(Net):
@@ -94,7 +103,52 @@ class TestBytes:
         all_of_it = sum(parameter.numel() for parameter in net.parameters())
         slot = min(SLOT_BYTES, 4 * all_of_it)  # no slot is larger than the model in FP32; it divides by 8 here
         for record in monitored(net).records.values():
-            assert record["offload/host_bytes"] == per_parameter * trained + RING_DEPTH * slot
+            checks = record["offload/host_bytes/checks"]
+            assert 0 < checks < 16  # one byte for each chunk, and one
+            assert record["offload/host_bytes"] == per_parameter * trained + RING_DEPTH * slot + checks
+            parts = [value for name, value in record.items() if name.startswith("offload/host_bytes/")]
+            assert sum(parts) == record["offload/host_bytes"]
+            assert record["offload/host_bytes/masters"] == 4 * trained
+            assert record["offload/host_bytes/ring"] == RING_DEPTH * slot
+
+
+class TestKernelRate:
+    @pytest.mark.parametrize("gradients", ["device", "host"])
+    def test_is_all_that_a_step_reads_and_writes(self, gradients: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(monitor, "kernel_rate", lambda num_threads: 8e9)
+        logger, net = Records(), Net(adamw)
+        trainer = quiet_trainer(
+            strategy=offload(gradients=gradients), max_epochs=1, limit_val_batches=0, callbacks=[OffloadMonitor(1)]
+        )
+        trainer.loggers = [logger]
+        trainer.fit(net, DataLoader([torch.ones(4, 8)] * 3, batch_size=None))
+        trained = sum(parameter.numel() for parameter in net.parameters() if parameter.requires_grad)
+        weight_bytes = trained_bytes(net, "bf16-mixed")
+        gradient_bytes = weight_bytes if gradients == "device" else 4 * trained
+        # FP32 master and two moments in and out, the gradient in, the weight out.
+        moved = 24 * trained + gradient_bytes + weight_bytes
+        for record in logger.records.values():
+            rate = moved / record["offload/host_step_ms"] / 1e6
+            assert record["offload/host_gb_per_s"] == pytest.approx(rate)
+            assert record["offload/host_percent_of_limit"] == pytest.approx(100 * rate / 8)
+            # Gradients on the host take no memory on the device.
+            kept = weight_bytes if gradients == "device" else 0
+            assert record["offload/device_bytes/gradients"] == kept
+
+    def test_is_measured_once_and_not_where_nobody_sees_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        asked: list[int] = []
+        monkeypatch.setattr(measures, "host_rate", lambda num_threads: asked.append(num_threads) or 8e9)
+        measures.kernel_rate.cache_clear()
+        try:
+            fit(Net(adamw), callbacks=[OffloadMonitor(1, summary=False)])
+            assert asked == []
+            for _ in range(2):
+                monitored(Net(adamw))
+            assert len(asked) == 1
+            fit(Net(adamw), None, callbacks=[OffloadMonitor(1)], logger=Records())
+            assert len(asked) == 1
+        finally:
+            measures.kernel_rate.cache_clear()
 
 
 class TestNorm:
@@ -136,7 +190,7 @@ class TestNorm:
 
         with pytest.warns(UserWarning, match="no gradient"):
             records = monitored(Detached()).records
-        assert {frozenset(record) for record in records.values()} == {frozenset(NAMES)}
+        assert {frozenset(record) for record in records.values()} == {frozenset(NAMES | STATE[sgd])}
 
 
 class TestRhythm:
@@ -157,7 +211,7 @@ class TestRhythm:
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The time the monitor reads, in seconds, until a test moves it."""
     time = [100.0]
-    monkeypatch.setattr(callbacks.time, "perf_counter", lambda: time[0])
+    monkeypatch.setattr(monitor, "time", SimpleNamespace(perf_counter=lambda: time[0]))
     return time
 
 

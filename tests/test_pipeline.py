@@ -1,34 +1,30 @@
-"""The step's transfers on an engine that delays them: the same numbers as in line, and no wait that could go."""
+"""The step's transfers on an engine that delays them: the same numbers as in line, counted and safe to interrupt."""
 
 from __future__ import annotations
 
-import ast
-import inspect
-import linecache
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_cpu_offload import CPUOffloadStrategy
-from lightning_cpu_offload.offload import attach, pipeline
+from lightning_cpu_offload.offload import attach
 from lightning_cpu_offload.offload.attach import Attachment, Settings
+from lightning_cpu_offload.offload.flight import Flight
 from lightning_cpu_offload.offload.masters import Master
 from lightning_cpu_offload.offload.memory import HostMemory
 from lightning_cpu_offload.offload.pipeline import RING_DEPTH, Pipeline
 from lightning_cpu_offload.offload.plan import Chunk
 from lightning_cpu_offload.offload.region import Region
-from lightning_cpu_offload.offload.transfer import Engine, InlineEngine, Lane, words
-from tests.engines import DeferredEngine, Event
-from tests.models import quiet_trainer
+from lightning_cpu_offload.offload.transfer import Engine, InlineEngine, Lane
+from lightning_cpu_offload.offload.worker import Task
+from tests.engines import DeferredEngine, Event, Schedule
+from tests.order import Order
+from tests.programs import same_bits
 
 CPU = torch.device("cpu")
-SEEDS: list[int | None] = [None, *range(12)]
-"""None: as late as possible."""
+SCHEDULES: list[Schedule] = ["lazy", "eager", *range(12)]
 
 SLOT_BYTES = 32
 STEPS = 4
@@ -48,15 +44,16 @@ def make_regions() -> list[Region]:
 class Program:
     """Backward, step, forward, a change of all masters on the host and forward again, several times.
 
-    On an engine with `launch`, backward and forward are queued like any kernel; the host goes on without them.
+    On a deferred engine, backward and forward are queued like any kernel; the host goes on without them.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, *, hold: bool = False) -> None:
         self.engine = engine
         self.regions = make_regions()
         self.chunks = [(region, chunk) for region in self.regions for chunk in region.chunks]
         assert len(self.chunks) > 3 * RING_DEPTH
-        self.pipeline = Pipeline(engine, HostMemory(), SLOT_BYTES, pin=False)
+        self.pipeline = Pipeline(engine, HostMemory(), SLOT_BYTES, pin=False, hold=hold)
+        self.pipeline.reserve(len(self.chunks))
         self.trained = [
             master.tensor
             for region in self.regions
@@ -66,6 +63,7 @@ class Program:
         for tensor in self.trained:
             tensor.grad = torch.zeros_like(tensor)
         self.outputs: list[Tensor] = []
+        self.ends: list[str] = []
 
     def run(self) -> list[Tensor]:
         """All masters, all weights and what each forward saw."""
@@ -77,6 +75,26 @@ class Program:
                 region.master.flat(0, region.numel).mul_(0.9)
             self.pipeline.run(self.chunks, round_masters, fetch=False)
             self.forward()
+        return self.result()
+
+    def run_overlapping(self) -> list[Tensor]:
+        """The same of steps that the training thread does not wait for; no change on the host."""
+        for step in range(STEPS):
+            self.backward(step)
+            sources = [region.sources(chunk) for region, chunk in self.chunks]
+            flight = Flight(self.chunks, descend, sources)
+            flight.finished = lambda step=step: self.ends.append(f"{step} finished")
+            flight.landed = lambda step=step: self.ends.append(f"{step} landed")
+            self.pipeline.launch(flight)
+            self.pipeline.arrive_all()
+            self.forward()
+            if self.pipeline.hold:
+                self.pipeline.before_backward()
+        self.pipeline.land()
+        return self.result()
+
+    def result(self) -> list[Tensor]:
+        """When the device is done, all masters, all weights and what each forward saw."""
         if isinstance(self.engine, DeferredEngine):
             self.engine.run_compute()
         masters = [region.master.flat(0, region.numel) for region in self.regions]
@@ -124,89 +142,46 @@ def round_masters(region: Region, chunk: Chunk, staged: Tensor) -> list[tuple[in
     return [(chunk.start, chunk.stop)]
 
 
-def same_bits(ours: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
-    return len(ours) == len(expected) and all(
-        torch.equal(words(one), words(other)) for one, other in zip(ours, expected, strict=True)
-    )
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_delayed_transfers_change_no_bit(seed: int | None) -> None:
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_delayed_transfers_change_no_bit(schedule: Schedule) -> None:
     expected = Program(InlineEngine(CPU)).run()
     assert len(expected) == 4 + 2 * 2 * STEPS
     assert all(tensor.isfinite().all() for tensor in expected)
-    assert same_bits(Program(DeferredEngine(seed)).run(), expected)
+    engine = DeferredEngine(schedule, order=Order() if schedule == "lazy" else None)
+    assert same_bits(Program(engine).run(), expected)
+    assert engine.races == []
 
 
-# --- no wait can go ---------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("hold", [False, True])
+def test_steps_that_nobody_waits_for_change_no_bit(hold: bool, schedule: Schedule) -> None:
+    expected = Program(InlineEngine(CPU), hold=hold)
+    tensors = expected.run_overlapping()
+    engine = DeferredEngine(schedule, order=Order() if schedule == "lazy" else None)
+    program = Program(engine, hold=hold)
+    assert same_bits(program.run_overlapping(), tensors)
+    assert engine.races == []
+    assert program.ends == expected.ends
 
 
-class ForgetfulEngine(DeferredEngine):
-    """Leaves out the waits and records of one line of the package.
-
-    Args:
-        seed: As for `DeferredEngine`.
-        forget: Number of the line in pipeline.py, or None.
-
-    Attributes:
-        lines: The lines that called.
-    """
-
-    def __init__(self, seed: int | None = None, forget: int | None = None, *, prompt: bool = False) -> None:
-        super().__init__(seed, prompt=prompt)
-        self.forget = forget
-        self.lines: set[int] = set()
-
-    def record(self, event: Event, lane: Lane) -> None:
-        if self._remembers():
-            super().record(event, lane)
-
-    def wait(self, lane: Lane, event: Event) -> None:
-        if self._remembers():
-            super().wait(lane, event)
-
-    def host_wait(self, event: Event) -> None:
-        if self._remembers():
-            super().host_wait(event)
-
-    def _remembers(self) -> bool:
-        frame = sys._getframe(2)
-        assert frame.f_code.co_filename == pipeline.__file__
-        self.lines.add(frame.f_lineno)
-        return frame.f_lineno != self.forget
+def test_each_step_ends_before_the_next_one_is_launched() -> None:
+    program = Program(DeferredEngine())
+    program.run_overlapping()
+    assert program.ends == [f"{step} {what}" for step in range(STEPS) for what in ("finished", "landed")]
+    program = Program(DeferredEngine(), hold=True)
+    program.run_overlapping()
+    assert program.ends == [*(f"{step} finished" for step in range(STEPS)), f"{STEPS - 1} landed"]
 
 
-def ordering_lines() -> list[int]:
-    """The lines of pipeline.py that record an event or wait for one."""
-    calls = [node for node in ast.walk(ast.parse(inspect.getsource(pipeline))) if isinstance(node, ast.Call)]
-    names = ("record", "wait", "host_wait")
-    return [call.lineno for call in calls if isinstance(call.func, ast.Attribute) and call.func.attr in names]
-
-
-REDUNDANT: dict[str, str] = {}
-"""Lines that may go, each with the reason; none."""
-
-
-def source(line: int) -> str:
-    return linecache.getline(pipeline.__file__, line).strip()
-
-
-def test_the_program_passes_every_wait_and_record() -> None:
-    engine = ForgetfulEngine()
-    Program(engine).run()
-    assert sorted(engine.lines) == sorted(ordering_lines())
-    assert len(engine.lines) >= 10
-
-
-@pytest.mark.parametrize("line", ordering_lines(), ids=source)
-def test_every_wait_and_record_is_needed(line: int) -> None:
-    expected = Program(InlineEngine(CPU)).run()
-    noticed = any(not same_bits(Program(ForgetfulEngine(seed, line)).run(), expected) for seed in SEEDS)
-    assert noticed != (source(line) in REDUNDANT)
-
-
-def test_redundant_waits_exist() -> None:
-    assert set(REDUNDANT) <= {source(line) for line in ordering_lines()}
+def test_held_weights_are_one_step_late() -> None:
+    late, exact = Program(DeferredEngine(), hold=True), Program(DeferredEngine())
+    first = [region.weights.clone() for region in late.regions]
+    late.run_overlapping()
+    exact.run_overlapping()
+    number = len(first)
+    assert same_bits(late.outputs[:number], first)
+    assert not same_bits(exact.outputs[:number], first)
+    assert same_bits(late.outputs[number : 2 * number], exact.outputs[:number])
 
 
 # --- the deferred engine itself -----------------------------------------------------------------------------------
@@ -270,6 +245,61 @@ def test_synchronize_leaves_nothing_queued() -> None:
     assert all(target.eq(1).all() for target in targets)
 
 
+def test_a_source_that_changes_or_is_freed_is_named() -> None:
+    for change, word in ((lambda tensor: tensor.zero_(), "changed"), (lambda tensor: None, "freed")):
+        engine, source = DeferredEngine(), torch.ones(2)
+        engine.copy("d2h", torch.zeros(2), source)
+        change(source)
+        if word == "freed":
+            del source
+        engine.synchronize()
+        (finding,) = engine.findings
+        assert word in finding
+        assert "test_pipeline.py" in finding
+
+
+def test_host_work_runs_in_order_when_it_is_waited_for() -> None:
+    engine, ran = DeferredEngine(), list[int]()
+    tasks = [Task(lambda number=number: ran.append(number)) for number in range(3)]
+    engine.submit(tasks)
+    engine.submit(tasks)
+    assert ran == []
+    engine.finish(tasks[1])
+    assert ran == [0, 1]
+    engine.shutdown()
+    assert ran == [0, 1, 2]
+    assert engine.is_idle
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+@pytest.mark.parametrize("schedule", ["lazy", "eager", 0])
+def test_unordered_accesses_are_named_on_any_schedule(schedule: Schedule, ordered: bool) -> None:
+    engine = DeferredEngine(schedule, order=Order())
+    source, staging, event = torch.ones(2), torch.zeros(2), engine.event()
+    engine.launch("compute", lambda: source.mul_(2), writes=[source])
+    engine.record(event, "compute")
+    if ordered:
+        engine.wait("d2h", event)
+    engine.copy("d2h", staging, source)
+    engine.record(event, "d2h")
+    engine.host_wait(event)
+    assert (engine.races == []) == ordered
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_host_work_must_be_waited_for_before_its_memory_is_used(ordered: bool) -> None:
+    engine = DeferredEngine("eager", order=Order())
+    with engine.compute():
+        master = torch.zeros(4)
+        task = Task(lambda: master.add_(1))
+        engine.submit([task])
+        if ordered:
+            engine.finish(task)
+        master.add_(1)
+    assert (engine.races == []) == ordered
+    assert master.eq(2).all()
+
+
 # --- what is counted ----------------------------------------------------------------------------------------------
 
 
@@ -280,11 +310,12 @@ def test_report_counts_the_bytes_that_cross(engine: Engine) -> None:
     program.backward(0)
     program.pipeline.run(program.chunks, descend)
     assert (program.pipeline.report.d2h_bytes, program.pipeline.report.h2d_bytes) == (with_gradient, with_gradient)
-    program.pipeline.run(program.chunks, round_masters, fetch=False)
-    assert program.pipeline.report.d2h_bytes == with_gradient
-    assert program.pipeline.report.h2d_bytes == with_gradient + all_bytes
-    program.pipeline.new_report()
-    assert program.pipeline.report == pipeline.StepReport()
+    report = program.pipeline.report
+    program.pipeline.run(program.chunks, round_masters, fetch=False, report=report)
+    assert program.pipeline.report is report
+    assert (report.d2h_bytes, report.h2d_bytes) == (with_gradient, with_gradient + all_bytes)
+    program.pipeline.run([], descend)
+    assert (program.pipeline.report.d2h_bytes, program.pipeline.report.h2d_bytes) == (0, 0)
 
 
 def test_a_step_without_chunks_moves_nothing() -> None:
@@ -311,7 +342,8 @@ def test_an_exception_leaves_nothing_queued() -> None:
 
     with pytest.raises(KeyboardInterrupt):
         program.pipeline.run(program.chunks, fails)
-    assert engine._pending == []
+    assert engine.is_idle
+    assert program.pipeline.working is program.pipeline.arriving is None
     assert all(region.weights.isfinite().all() for region in program.regions)
 
 
@@ -346,69 +378,3 @@ def test_an_interrupted_step_rounds_no_master(kind: Any, monkeypatch: pytest.Mon
     assert steps >= 3
     assert same_bits([parameter.detach() for parameter in net.parameters()], masters)
     assert all(group["params"] == list(net.parameters()) for group in optimizer.param_groups)
-
-
-# --- a whole Trainer ----------------------------------------------------------------------------------------------
-
-
-class TinyModule(pl.LightningModule):
-    """An embedding that is also the output layer, a norm, a frozen layer and one that gets no gradient."""
-
-    def __init__(self, optimizer: str) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embedding = nn.Embedding(19, 12)
-        self.mixer = nn.Linear(12, 12)
-        self.frozen = nn.Linear(12, 12).requires_grad_(False)
-        self.norm = nn.LayerNorm(12)
-        self.unused = nn.Linear(12, 3)
-        self.optimizer = optimizer
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        hidden = self.norm(self.frozen(torch.tanh(self.mixer(self.embedding(batch[:, :-1])))))
-        logits = (hidden @ self.embedding.weight.T).float()
-        return nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
-
-    def configure_optimizers(self) -> Any:
-        if self.optimizer == "sgd":
-            return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
-        return torch.optim.AdamW(self.parameters(), lr=0.01)
-
-
-def fit(optimizer: str, precision: Any) -> list[Tensor]:
-    """Weights and optimizer state after 4 steps of 2 batches, clipped."""
-    module = TinyModule(optimizer)
-    trainer = quiet_trainer(
-        strategy=CPUOffloadStrategy(),
-        precision=precision,
-        max_steps=4,
-        accumulate_grad_batches=2,
-        gradient_clip_val=0.1,
-    )
-    torch.manual_seed(1)
-    trainer.fit(module, torch.utils.data.DataLoader(torch.randint(19, (8, 2, 6)), batch_size=None))  # type: ignore[arg-type]
-    states = trainer.optimizers[0].state_dict()["state"].values()
-    return [*module.state_dict().values(), *(v.clone() for s in states for v in s.values() if isinstance(v, Tensor))]
-
-
-@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
-def test_a_whole_fit_with_delayed_transfers_changes_no_bit(
-    optimizer: str, precision: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(attach, "SLOT_BYTES", 64)
-    expected = fit(optimizer, precision)
-    for seed in (None, 0, 1):
-        engine = ForgetfulEngine(seed, prompt=True)
-        monkeypatch.setattr(attach, "make_engine", lambda device, engine=engine: engine)
-        assert same_bits(fit(optimizer, precision), expected)
-        assert engine.lines
-
-
-def test_a_fit_shows_a_forgotten_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attach, "SLOT_BYTES", 64)
-    expected = fit("adamw", "bf16-mixed")
-    (line,) = (line for line in ordering_lines() if source(line) == "self.engine.host_wait(slot.fetched)")
-    engine = ForgetfulEngine(None, line, prompt=True)
-    monkeypatch.setattr(attach, "make_engine", lambda device: engine)
-    assert not same_bits(fit("adamw", "bf16-mixed"), expected)

@@ -88,6 +88,8 @@ class TestRule:
         before = dtypes_of(net)
         fit(net, precision, on_train_batch_end=lambda trainer, module, *_: seen.append(dtypes_of(module)))
         expected = {name: RULE[precision][sort] for sort, names in SORTS.items() for name in names} | ALWAYS
+        if precision == "bf16-true":
+            expected |= {"precise": BF16, "angles": BF16}  # as Lightning's own does
         expected["frozen.bias"] = expected["inner.bias"]
         for dtypes in seen:
             assert dtypes == expected

@@ -121,16 +121,6 @@ class TestRefusedOptimizers:
         (optimizer,) = trained.trainer.optimizers
         assert optimizer.calls == 3
 
-    def test_parameter_in_two(self) -> None:
-        def make(module: Net) -> Any:
-            return [torch.optim.SGD(module.inner.parameters(), lr=0.1), torch.optim.SGD(module.parameters(), lr=0.1)]
-
-        net = Net(make, manual=True)
-        before = anatomy(net)
-        with pytest.raises(ValueError, match=r"parameter 'inner\.weight' is in optimizers 0 and 1: .*Put it in one"):
-            fit(net)
-        assert anatomy(net) == before
-
     def test_wrapper_whose_step_cannot_be_hooked(self) -> None:
         net = Net(lambda module: Lookahead(sgd(module)))
         with pytest.raises(ValueError, match=r"optimizer=.*Lookahead"):

@@ -13,14 +13,17 @@ from torch import Tensor, nn
 
 from lightning_cpu_offload import kernels
 from lightning_cpu_offload.kernels import ThreadPool
+from lightning_cpu_offload.offload.bits import words
 from lightning_cpu_offload.offload.masters import Master
 from lightning_cpu_offload.offload.memory import HostMemory
 from lightning_cpu_offload.offload.region import Region
-from lightning_cpu_offload.offload.transfer import words
+from lightning_cpu_offload.offload.transfer import Engine, InlineEngine
 from lightning_cpu_offload.offload.watch import Watch, fingerprint
+from tests.engines import DeferredEngine
 
 Fingerprint = Callable[[Tensor], int]
 
+CPU = torch.device("cpu")
 THREADS = ThreadPool(2)
 SIZES = (1, 2, 3, 4, 5, 31, 1024, 4096, 4099, 20_000)
 """Fewer than one word of eight bytes, one row of the table, several rows, and remainders of each."""
@@ -145,29 +148,75 @@ def test_the_checks_above_notice_a_checksum_without_places() -> None:
         test_elements_exchanged_over_any_power_of_two_or_prime_row_show(sum_of_words, torch.float32)
 
 
+def make_watch(sizes: tuple[int, ...], dtype: torch.dtype, engine: Engine) -> tuple[Region, Watch]:
+    """A region of ten elements a chunk, and what remembers it."""
+    masters = [Master(str(size), nn.Parameter(torch.randn(size))) for size in sizes]
+    region = Region(masters, dtype, CPU, HostMemory(), slot_bytes=10 * dtype.itemsize)
+    watch = Watch(THREADS, engine)
+    watch.remember(region)
+    return region, watch
+
+
+def changed(region: Region, watch: Watch) -> list[int]:
+    """Numbers of the chunks that were written to."""
+    flags = watch.changed(region)
+    assert (flags.dtype, flags.shape) == (torch.uint8, (len(region.chunks),))
+    return flags.nonzero().flatten().tolist()
+
+
 @pytest.mark.parametrize("kernel", [True, False])
 @dtypes
 def test_watch_names_the_chunks_that_were_written(
     kernel: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kernels, "available", lambda: kernel)
-    masters = [Master(str(size), nn.Parameter(torch.randn(size))) for size in (5, 0, 37, 1)]
-    region = Region(masters, dtype, torch.device("cpu"), HostMemory(), slot_bytes=10 * dtype.itemsize)
-    watch = Watch(THREADS)
+    region, watch = make_watch((5, 0, 37, 1), dtype, InlineEngine(CPU))
+    assert changed(region, watch) == []
+    region.masters[0].tensor.data[4] += 1
+    region.masters[3].tensor.data[0] += 1
+    assert changed(region, watch) == [0, len(region.chunks) - 1]
     watch.remember(region)
-    assert watch.changed(region) == []
-    masters[0].tensor.data[4] += 1
-    masters[3].tensor.data[0] += 1
-    assert watch.changed(region) == [region.chunks[0], region.chunks[-1]]
-    watch.remember(region)
-    assert watch.changed(region) == []
+    assert changed(region, watch) == []
+
+
+@pytest.mark.parametrize("kernel", [True, False])
+@dtypes
+def test_weights_that_arrive_are_remembered_when_they_have(
+    kernel: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "available", lambda: kernel)
+    engine = DeferredEngine()
+    region, watch = make_watch((5, 0, 37, 1), dtype, engine)
+    chunk = region.chunks[2]
+    engine.copy("h2d", region.weights[chunk.start : chunk.stop], staged := torch.ones(10, dtype=dtype))
+    watch.pushed(region, chunk)
+    engine.synchronize()
+    assert changed(region, watch) == []
+    assert region.weights[chunk.start : chunk.stop].equal(staged)
+    region.weights[chunk.start] = 2
+    assert changed(region, watch) == [2]
+
+
+@pytest.mark.parametrize("kernel", [True, False])
+@dtypes
+def test_a_write_right_behind_an_arrival_shows(
+    kernel: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "available", lambda: kernel)
+    engine = DeferredEngine(prompt=True)
+    region, watch = make_watch((64,), dtype, engine)
+    arrived = engine.event()
+    engine.copy("h2d", region.weights[:10], staged := torch.ones(10, dtype=dtype))
+    watch.pushed(region, region.chunks[0])
+    engine.record(arrived, "h2d")
+    engine.wait("compute", arrived)
+    region.masters[0].tensor.data.clamp_(max=0.5)
+    assert 0 in changed(region, watch)
+    assert staged.eq(1).all()
 
 
 @pytest.mark.parametrize("kernel", [True, False])
 def test_watch_bears_a_region_without_elements(kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "available", lambda: kernel)
-    masters = [Master("empty", nn.Parameter(torch.randn(0, 3)))]
-    region = Region(masters, torch.bfloat16, torch.device("cpu"), HostMemory(), slot_bytes=16)
-    watch = Watch(THREADS)
-    watch.remember(region)
-    assert watch.changed(region) == []
+    region, watch = make_watch((0,), torch.bfloat16, InlineEngine(CPU))
+    assert changed(region, watch) == []

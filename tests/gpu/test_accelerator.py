@@ -2,11 +2,14 @@
 
 Needs torch, Lightning, numba and pytest, and any accelerator that torch knows; skipped where there is none. Nothing
 here looks at a clock: the device is given enough other work to lag behind the host.
+
+`python -m pytest --noconftest tests/gpu` runs these tests without a device, on a simulated one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +21,40 @@ from torch import Tensor, nn
 
 from lightning_cpu_offload import CPUOffloadStrategy
 from lightning_cpu_offload.offload import attach
+from lightning_cpu_offload.offload.bits import words
 from lightning_cpu_offload.offload.pipeline import SLOT_BYTES
-from lightning_cpu_offload.offload.transfer import AcceleratorEngine, Engine, InlineEngine, Lane, words
+from lightning_cpu_offload.offload.transfer import AcceleratorEngine, Engine, InlineEngine, Lane
+from tests.engines import DeferredEngine
 
 DEVICE = torch.accelerator.current_accelerator() or torch.device("cpu")
+SIMULATED = DEVICE.type == "cpu"
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(DEVICE.type == "mps", reason="torch has no streams for mps")]
+on_device = pytest.mark.skipif(SIMULATED, reason="asks the device itself")
 
-LAG = 20
+LAG = 0 if SIMULATED else 20
 """Products of two 2048 x 2048 matrices before each loss: milliseconds on any device, microseconds for the host."""
-REPEATS = 5
+REPEATS = 1 if SIMULATED else 5
 """Runs of the engine under test: a race does not show every time."""
 
 
-class SynchronousEngine(AcceleratorEngine):
+class StandIn(DeferredEngine):
+    """A simulated device whose schedule is different each time."""
+
+    seeds = iter(range(1 << 30))
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(next(self.seeds), prompt=True)
+
+    @property
+    def _streams(self) -> dict[str, Any]:
+        return {}
+
+
+Base: Any = StandIn if SIMULATED else AcceleratorEngine
+
+
+class SynchronousEngine(Base):
     """The same streams and copies, with the host waiting for everything before and after each call."""
 
     def record(self, event: Any, lane: Lane) -> None:
@@ -43,8 +66,45 @@ class SynchronousEngine(AcceleratorEngine):
         super().copy(lane, dst, src)
         self.synchronize()
 
+    def gather(self, lane: Lane, dst: Tensor, sources: Sequence[Tensor]) -> None:
+        self.synchronize()
+        super().gather(lane, dst, sources)
+        self.synchronize()
 
-class HastyEngine(AcceleratorEngine):
+    def launch(self, lane: Lane, *args: Any, **kwargs: Any) -> None:
+        self.synchronize()
+        super().launch(lane, *args, **kwargs)
+        self.synchronize()
+
+
+class LaggingEngine(Base):
+    """Gives each lane a random amount of other work before what it is asked to do, so that another order shows."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.random = random.Random(0)
+        self.ballast = torch.randn(256 if SIMULATED else 1024, 256 if SIMULATED else 1024, device=device)
+
+    def lag(self, lane: Lane) -> None:
+        if not SIMULATED and lane != "compute":
+            with self._streams[lane]:
+                for _ in range(self.random.randrange(12)):
+                    torch.mm(self.ballast, self.ballast)
+
+    def record(self, event: Any, lane: Lane) -> None:
+        self.lag(lane)
+        super().record(event, lane)
+
+    def copy(self, lane: Lane, dst: Tensor, src: Tensor) -> None:
+        self.lag(lane)
+        super().copy(lane, dst, src)
+
+    def gather(self, lane: Lane, dst: Tensor, sources: Sequence[Tensor]) -> None:
+        self.lag(lane)
+        super().gather(lane, dst, sources)
+
+
+class HastyEngine(Base):
     """Never waits on the host: a wrong engine, which the comparisons below must notice."""
 
     def host_wait(self, event: Any) -> None:
@@ -64,10 +124,10 @@ class Deep(nn.Sequential):
 class Huge(nn.Sequential):
     """33.6 million parameters that one row goes through: hardly any compute to hide the transfers behind."""
 
-    inputs, rows = 4096, 1
+    inputs, rows = 256 if SIMULATED else 4096, 1
 
     def __init__(self) -> None:
-        super().__init__(nn.Linear(4096, 4096), nn.Tanh(), nn.Linear(4096, 4096))
+        super().__init__(nn.Linear(self.inputs, self.inputs), nn.Tanh(), nn.Linear(self.inputs, self.inputs))
 
 
 class Module(pl.LightningModule):
@@ -92,12 +152,12 @@ class Module(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
-def make_trainer(**options: Any) -> pl.Trainer:
+def make_trainer(strategy: dict[str, Any] | None = None, **options: Any) -> pl.Trainer:
     # Lightning knows CUDA devices; any other one is given to the strategy.
     known = DEVICE.type == "cuda"
     defaults: dict[str, Any] = {"enable_checkpointing": False, "max_epochs": 1, "precision": "bf16-mixed"}
     return pl.Trainer(
-        strategy=CPUOffloadStrategy() if known else CPUOffloadStrategy(device=DEVICE),
+        strategy=CPUOffloadStrategy(**(strategy or {}), device=None if known else DEVICE),
         accelerator=DEVICE.type if known else "cpu",
         devices=1,
         logger=False,
@@ -128,7 +188,7 @@ def fit(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Tensor]]:
         engine: Callable[[torch.device], Engine],
         network: type[Deep] | type[Huge] = Deep,
         optimizer: str = "adamw",
-        num_batches: int = 12,
+        num_batches: int = 8 if SIMULATED else 12,
         **options: Any,
     ) -> list[Tensor]:
         monkeypatch.setattr(attach, "make_engine", engine)
@@ -154,6 +214,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"accumulate_grad_batches": 3},
     {"gradient_clip_val": 0.1},
     {"accumulate_grad_batches": 2, "gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+    {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1, "strategy": {"gradients": "host"}},
 ]
 
 
@@ -166,15 +227,24 @@ def test_streams_change_no_bit(fit: Any, optimizer: str, precision: str, options
     assert all(tensor.isfinite().all() for tensor in expected)
     assert same_bits(fit(SynchronousEngine, **options), expected), "this device does not repeat its own numbers"
     assert same_bits(fit(InlineEngine, **options), expected)  # blocking copies, no streams at all
-    for _ in range(REPEATS):
-        assert same_bits(fit(AcceleratorEngine, **options), expected)
+    for kind in [Base] * REPEATS + [LaggingEngine] * 2:
+        assert same_bits(fit(kind, **options), expected)
+
+
+@pytest.mark.parametrize("options", OPTIONS[:4], ids=str)
+def test_streams_change_no_bit_of_a_delayed_update(fit: Any, options: dict[str, Any]) -> None:
+    options = {**options, "strategy": {"update": "delayed", "exact_steps": 1}}
+    expected = fit(SynchronousEngine, **options)
+    assert not same_bits(fit(SynchronousEngine, **{**options, "strategy": {}}), expected)
+    for kind in [InlineEngine] + [Base] * REPEATS + [LaggingEngine] * 2:
+        assert same_bits(fit(kind, **options), expected)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 def test_two_huge_layers_change_no_bit(fit: Any, optimizer: str) -> None:
     expected = fit(SynchronousEngine, Huge, optimizer, num_batches=4)
     for _ in range(REPEATS):
-        assert same_bits(fit(AcceleratorEngine, Huge, optimizer, num_batches=4), expected)
+        assert same_bits(fit(Base, Huge, optimizer, num_batches=4), expected)
 
 
 def test_a_missing_wait_is_noticed(fit: Any) -> None:
@@ -194,6 +264,7 @@ def lag() -> Tensor:
     return ballast
 
 
+@on_device
 def test_copies_do_not_hold_up_the_host() -> None:
     engine = AcceleratorEngine(DEVICE)
     ready, fetched = engine.event(), engine.event()
@@ -209,6 +280,7 @@ def test_copies_do_not_hold_up_the_host() -> None:
     assert staging.eq(2).all()
 
 
+@on_device
 def test_compute_waits_for_weights() -> None:
     engine = AcceleratorEngine(DEVICE)
     ready, done = engine.event(), engine.event()
@@ -224,6 +296,7 @@ def test_compute_waits_for_weights() -> None:
     assert weights.eq(1).all()
 
 
+@on_device
 def test_compute_is_the_stream_of_the_moment() -> None:
     engine = AcceleratorEngine(DEVICE)
     side = torch.Stream(device=DEVICE)
@@ -258,16 +331,17 @@ class Probe(Callback):
         strategy: Any = trainer.strategy
         pipeline = strategy.offload.pipeline
         self.reserved.append(torch.accelerator.memory_reserved(DEVICE))
-        self.pinned += [pipeline.pinned, *(slot.buffer.is_pinned() for slot in pipeline._ring)]
+        self.pinned += [pipeline.pinned, *(slot.buffer.is_pinned() for slot in pipeline._slots)]
         self.weights |= {(parameter.device.type, parameter.dtype) for parameter in pl_module.network.parameters()}
         states = trainer.optimizers[0].state.values()
         self.state |= {(value.device.type, value.dtype) for state in states for value in state.values()}
 
 
+@on_device
 @pytest.mark.skipif(not hasattr(torch.accelerator, "memory_reserved"), reason="torch is older than this function")
 def test_200_steps_reserve_no_more_than_20(fit: Any) -> None:
     probe = Probe(steps=(20, 100, 200))
-    fit(AcceleratorEngine, num_batches=200, callbacks=[probe])
+    fit(Base, num_batches=200, callbacks=[probe])
     assert probe.reserved == [probe.reserved[0]] * 3
     assert all(probe.pinned)
     assert probe.weights == {(DEVICE.type, torch.bfloat16), (DEVICE.type, torch.float32)}
@@ -276,7 +350,7 @@ def test_200_steps_reserve_no_more_than_20(fit: Any) -> None:
 
 def test_everything_is_on_the_host_afterwards(fit: Any) -> None:
     for optimizer in ("adamw", "sgd"):
-        tensors = fit(AcceleratorEngine, optimizer=optimizer)
+        tensors = fit(Base, optimizer=optimizer)
         assert {(tensor.device.type, tensor.dtype) for tensor in tensors} == {("cpu", torch.float32)}
 
 

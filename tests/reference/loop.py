@@ -71,7 +71,7 @@ class ReferenceLoop:
             for index, batch in enumerate(batches):
                 place = index % self.case.accumulate
                 if place == 0:
-                    self.network.zero_grad()
+                    self.zero_grad()
                 self.backward(batch, self.loss_divisor(min(self.case.accumulate, len(batches) - index + place)))
                 if place + 1 == self.case.accumulate or index + 1 == len(batches):
                     self.step()
@@ -90,16 +90,24 @@ class ReferenceLoop:
         self.losses.append(loss.detach().clone())
         (loss / divisor).backward()
 
+    def zero_grad(self) -> None:
+        """Begins a window."""
+        self.network.zero_grad()
+
     def step(self) -> None:
         """One optimizer step on the masters."""
+        self.collect_gradients()
+        self.optimizer.step()
+        self.scheduler.step()
+        self.push()
+
+    def collect_gradients(self) -> None:
+        """Clipped where they are, then widened for the masters."""
         weights = dict(self.network.named_parameters())
         self.clip([weights[name] for name in self._names_in_optimizer_order()])
         for name, master in self.masters.items():
             gradient = weights[name].grad
             master.grad = None if gradient is None else gradient.to(master.dtype, copy=True)
-        self.optimizer.step()
-        self.scheduler.step()
-        self.push()
 
     def clip(self, weights: list[Tensor]) -> None:
         """Clips the gradients of `weights`, in their own dtype."""
@@ -142,6 +150,9 @@ class ReferenceLoop:
         for module in self.network.modules():
             for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
                 tensor.data = tensor.data.to(self.device_dtype(module, tensor))
+            if self.case.precision == "bf16-mixed" and isinstance(module, nn.Embedding):
+                # Autocast does not know lookups: under Lightning's own they return the FP32 of the table.
+                module.register_forward_hook(lambda _module, _arguments, output: output.float())
 
     def _convert_batch(self, batch: Any) -> Any:
         if isinstance(batch, dict):
@@ -154,6 +165,27 @@ class ReferenceLoop:
             # Lightning's own autocast keeps no cache either: a cached cast would sum gradients in BF16.
             return torch.autocast("cpu", torch.bfloat16, cache_enabled=False)
         return _default_dtype(torch.bfloat16) if self.case.precision == "bf16-true" else nullcontext()
+
+
+class HostGradientLoop(ReferenceLoop):
+    """Takes each batch's gradients off the weights and sums them up in FP32."""
+
+    def zero_grad(self) -> None:
+        """Begins a window."""
+        for master in self.masters.values():
+            master.grad = None
+
+    def backward(self, batch: Any, divisor: int) -> None:
+        """Adds the gradients of one batch to those of the masters."""
+        super().backward(batch, divisor)
+        for name, weight in self.network.named_parameters():
+            master, gradient, weight.grad = self.masters[name], weight.grad, None
+            if gradient is not None:
+                master.grad = gradient.float() if master.grad is None else master.grad + gradient.float()
+
+    def collect_gradients(self) -> None:
+        """Clipped in FP32."""
+        self.clip([self.masters[name] for name in self._names_in_optimizer_order()])
 
 
 @contextmanager

@@ -1,0 +1,65 @@
+"""Host bytes of an estimate against what a process really grows by."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_cpu_offload import estimate
+from lightning_cpu_offload.estimate.choices import PROCESS_BYTES
+from tests.estimate_models import Trained
+
+RATES = {"flops": 35e12, "d2h": 24e9, "h2d": 24e9, "host": 60e9, "device": 570e9}
+
+HOST_GROWTH = """
+import sys, psutil, torch
+from lightning_cpu_offload import kernels
+from lightning_cpu_offload.offload.attach import Attachment, Settings
+kernels.warm_up()
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(2500, 4000, bias=False) for _ in range(10))
+module = Net()
+optimizer = torch.optim.AdamW(module.parameters())
+rss = psutil.Process().memory_info
+before = rss().rss - sum(p.nbytes for p in module.parameters())
+attachment = Attachment(module, [optimizer], torch.device("cpu"), lambda o, t, w: torch.bfloat16, Settings())
+for parameter in module.parameters():
+    parameter.grad = torch.zeros_like(parameter)
+optimizer.step()
+on_device = sum(p.nbytes + p.grad.nbytes for p in module.parameters())
+print(rss().rss - before - on_device)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="RSS means something else elsewhere")
+def test_host_bytes_of_100m_parameters(root: Path) -> None:
+    """What the process grows by in a step, the device's share on this CPU taken off, against the estimate."""
+
+    class Net(Trained):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(2500, 4000, bias=False) for _ in range(10))
+
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            return torch.stack([layer(batch).sum() for layer in self.layers]).sum()
+
+    with torch.device("meta"):
+        module = Net()
+    predicted = next(
+        row
+        for row in estimate(module, torch.zeros(1, 2500), rates=RATES).rows
+        if row.name.startswith('gradients="device"')
+    )
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    command = [sys.executable, "-c", HOST_GROWTH]
+    run = subprocess.run(command, capture_output=True, text=True, check=True, env=environment, timeout=300)
+    assert int(run.stdout) == pytest.approx(predicted.host_bytes - PROCESS_BYTES, rel=0.02)

@@ -1,0 +1,281 @@
+"""`estimate` in Python and on the command line: the rows, the verdict, the exit status, modules that cannot be run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_cpu_offload import CPUOffloadPrecision, CPUOffloadStrategy, estimate
+from lightning_cpu_offload.__main__ import main
+from lightning_cpu_offload.cli import first_batch
+from lightning_cpu_offload.estimate import Estimate
+from lightning_cpu_offload.estimate.choices import CONTEXT_BYTES, PROCESS_BYTES
+from lightning_cpu_offload.estimate.hardware import hardware
+from lightning_cpu_offload.estimate.subject import subject
+from lightning_cpu_offload.offload.sizes import parse_bytes
+from tests.estimate_models import SAMPLES, Adversarial, Trained, gpt
+from tests.recipes import Make, folder, make, ready
+
+__all__ = ["folder", "make"]  # fixtures
+
+RATES = {"flops": 35e12, "d2h": 24e9, "h2d": 24e9, "host": 60e9, "device": 570e9}
+GIVEN = ["--tflops=35", "--pcie=24", "--host_rate=60", "--device_rate=570"]
+GIB = 1 << 30
+
+
+KNOWN: dict[str, Estimate] = {}
+
+
+def of(name: str, **options: Any) -> Estimate:
+    """The estimate of a sample; of equal questions only the first is computed."""
+    key = repr((name, sorted(options.items())))
+    if "strategy" in options or key not in KNOWN:
+        KNOWN[key] = _of(name, **options)
+    return KNOWN[key]
+
+
+def _of(name: str, **options: Any) -> Estimate:
+    with torch.device("meta"):
+        module, batch = SAMPLES[name].module(), SAMPLES[name].batch()
+    return estimate(module, batch, **{"rates": RATES, **options})
+
+
+def row(result: Estimate, name: str) -> Any:
+    return next(row for row in result.rows if row.name.startswith(name))
+
+
+class TestRows:
+    def test_every_choice_has_one(self) -> None:
+        names = [row.name for row in of("gpt").rows]
+        assert len(names) == len(set(names))
+        starts = (
+            "AdamW on the device",
+            'gradients="device"',
+            'gradients="host"',
+            'update="delayed"',
+            "device_fraction",
+        )
+        for start in starts:
+            assert any(name.startswith(start) for name in names)
+            assert any(name.startswith(start) and name.endswith("checkpointing") for name in names)
+
+    def test_what_recomputes_already_is_not_offered_it(self) -> None:
+        names = [row.name for row in of("masked language model, checkpointed").rows]
+        assert not any("checkpointing" in name for name in names)
+
+    def test_clipping_leaves_out_what_cannot_clip(self) -> None:
+        assert any("nonfinite" in row.name for row in of("cnn").rows)
+        assert not any("nonfinite" in row.name for row in of("cnn", gradient_clip_val=1.0).rows)
+
+    def test_bytes(self) -> None:
+        result = of("gpt", precision="bf16-true", accumulate_grad_batches=4)
+        n = result.parameters
+        assert n == sum(parameter.numel() for parameter in gpt().parameters())
+        device, host = row(result, 'gradients="device"'), row(result, 'gradients="host"')
+        assert device.host["masters"] == 4 * n
+        assert device.host["optimizer state"] == 8 * n
+        assert device.host["process"] == PROCESS_BYTES
+        assert set(device.host) == {"process", "masters", "optimizer state", "ring"}
+        assert host.host["gradients"] == 4 * n
+        assert device.pinned_bytes == device.host["ring"]
+        delayed = row(result, 'update="delayed"')
+        assert delayed.pinned_bytes - device.pinned_bytes == delayed.host["planes"] == 2 * n
+        assert device.checkpoint_bytes == 12 * n
+        assert device.device_bytes == device.device.reserved + CONTEXT_BYTES
+        stock, partial = row(result, "AdamW"), row(result, "device_fraction=0.25")
+        assert stock.device.by_category["optimizer state"] == 8 * n
+        assert stock.device.by_category["weights"] == pytest.approx(4 * n, rel=1e-2)  # in blocks of 512 bytes
+        assert partial.device.by_category["optimizer state"] == 3 * n
+        assert partial.host["masters"] == 3 * n
+        assert host.device.peak <= device.device.peak < stock.device.peak
+
+    def test_frozen_parts_take_no_state(self) -> None:
+        result = of("low-rank adapters")
+        module = SAMPLES["low-rank adapters"].module()
+        trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
+        every = sum(p.numel() for p in module.parameters())
+        device = row(result, 'gradients="device"')
+        assert result.parameters == trained < every / 10
+        assert device.host["masters"] == 4 * trained
+        assert device.checkpoint_bytes == 12 * trained + 4 * (every - trained)
+
+    def test_times_come_from_the_given_rates(self) -> None:
+        fast, slow = of("mixture of experts"), of("mixture of experts", rates={**RATES, "host": 1e9})
+        assert row(slow, 'gradients="device"').step.seconds > 5 * row(fast, 'gradients="device"').step.seconds
+        assert row(slow, "AdamW").step.seconds == row(fast, "AdamW").step.seconds
+        assert slow.hardware.sources["host"] == "given"
+
+    def test_precision_of_a_strategy(self) -> None:
+        pure = CPUOffloadStrategy(precision_plugin=CPUOffloadPrecision("32-true"))
+        n = of("mixture of experts").parameters
+        weights = row(of("mixture of experts", strategy=pure), 'gradients="device"').device.by_category["weights"]
+        assert weights == pytest.approx(4 * n, rel=1e-2)
+
+
+class TestVerdict:
+    def test_the_fastest_that_fits_comes_first(self) -> None:
+        result = replace(of("gpt"), vram=100 * GIB, ram=100 * GIB)
+        assert result.fitting[0].step is not None
+        assert result.fitting[0].step.seconds == min(row.step.seconds for row in result.rows if row.step)
+        assert f"the fastest of them: {result.fitting[0].name}" in str(result)
+
+    def test_what_is_lacking_is_named(self) -> None:
+        result = replace(of("gpt"), vram=1 << 20, ram=1 << 20)
+        assert result.fitting == []
+        assert result.lacks(result.rows[1])[0].startswith("device 0.4 GiB of 0.0 GiB")
+        assert result.lacks(result.rows[1])[1].startswith("host 1.0 GiB of 0.0 GiB")
+        assert "Nothing fits." in str(result)
+        assert result.largest == 0
+
+    def test_the_largest_model_fits_as_computed(self) -> None:
+        result = replace(of("gpt"), vram=2 * GIB, ram=8 * GIB)
+        assert result.largest > result.parameters
+        room = [
+            min((2 * GIB - CONTEXT_BYTES) / r.device.reserved, (8 * GIB - PROCESS_BYTES) / max(1, r.host_bytes))
+            for r in result.rows
+        ]
+        assert result.largest / result.parameters >= min(room)
+
+    def test_json_holds_what_the_table_holds(self) -> None:
+        result = replace(of("gpt"), vram=12 * GIB)
+        data = json.loads(json.dumps(result.to_dict()))
+        assert [entry["name"] for entry in data["rows"]] == [row.name for row in result.rows]
+        assert data["fits"] is True
+        for entry in data["rows"]:
+            parts = [*entry["device_by_category"].values(), entry["device_allocator_slack"], entry["device_context"]]
+            assert sum(parts) == entry["device_bytes"]
+            assert sum(entry["host_by_category"].values()) == entry["host_bytes"]
+
+
+class Unrunnable(Trained):
+    """A step with an operation that needs data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 64, bias=False)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        raise NotImplementedError("a kernel without a fake")
+
+
+class TestModules:
+    def test_a_step_that_cannot_run_is_estimated_by_shapes(self) -> None:
+        result = estimate(Unrunnable(), torch.zeros(2, 64), rates=RATES, precision="bf16-true", vram=12 * GIB)
+        assert "a kernel without a fake" in result.reason
+        device = row(result, 'gradients="device"')
+        assert device.by_shapes
+        assert device.device.by_category == {"weights": 2 * 4096, "gradients": 2 * 4096}
+        assert device.step is None
+        assert "Unrunnable, forward: NotImplementedError" in str(result)
+        assert "if activations fit too" in str(result)
+
+    def test_two_optimizers(self) -> None:
+        module = Adversarial()
+        found = subject(module)
+        assert found.optimizers == 2
+        assert found.numel == sum(parameter.numel() for parameter in module.parameters())
+        assert set(found.group_of.values()) == {0, 1}
+        assert found.fused
+
+    @pytest.mark.parametrize(
+        ("optimizer", "bytes_per_parameter"),
+        [
+            (lambda p: torch.optim.SGD(p, lr=0.1), 0),
+            (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), 4),
+            (lambda p: torch.optim.Adam(p), 8),
+            (lambda p: torch.optim.AdamW(p, amsgrad=True), 12),
+            (lambda p: torch.optim.RMSprop(p), 4),
+        ],
+    )
+    def test_state_of_other_optimizers(self, optimizer: Any, bytes_per_parameter: int) -> None:
+        module = Unrunnable()
+        made = optimizer(module.parameters())
+        module.configure_optimizers = lambda: made  # type: ignore[method-assign]
+        found = subject(module)
+        assert found.state_bytes == bytes_per_parameter * 4096
+        assert not made.state
+        assert made.param_groups[0]["params"][0] is module.layer.weight
+
+    def test_optimizers_that_cannot_be_made_are_assumed(self) -> None:
+        module = Unrunnable()
+        module.configure_optimizers = lambda: 1 / 0  # type: ignore[method-assign, assignment]
+        found = subject(module)
+        assert "ZeroDivisionError" in found.note
+        assert found.state_bytes == 8 * 4096
+
+
+class TestArguments:
+    def test_sizes(self) -> None:
+        texts = {"12GiB": 12 * GIB, "32 GB": 32 * 10**9, "1.5g": 1_500_000_000, "7": 7, "8MiB": 8 << 20}
+        assert {text: parse_bytes(text) for text in texts} == texts
+        with pytest.raises(ValueError, match="size='much'"):
+            parse_bytes("much")
+
+    def test_unknown_rate(self) -> None:
+        with pytest.raises(ValueError, match=r"rates=\['speed'\]"):
+            of("cnn", rates={"speed": 1.0})
+
+    def test_accumulate(self) -> None:
+        with pytest.raises(ValueError, match="accumulate_grad_batches=0"):
+            of("cnn", accumulate_grad_batches=0)
+
+    def test_host_rate_is_measured(self) -> None:
+        measured = hardware({name: rate for name, rate in RATES.items() if name != "host"})
+        assert measured.sources["host"] == "measured"
+        assert 1e8 < measured.rates.host < 1e12
+
+    def test_no_batch(self) -> None:
+        with pytest.raises(ValueError, match="no training batch could be taken"):
+            first_batch(Unrunnable(), None)
+
+
+def test_the_text_data_gives_a_batch_of_the_shapes_of_its_real_ones(make: Make) -> None:
+    data = make(batch_size=3)
+    real = next(iter(ready(data).train_dataloader()))
+    for example, tensor in zip(first_batch(None, make(batch_size=3)), real, strict=True):
+        assert (example.shape, example.dtype) == (tensor.shape, tensor.dtype)
+
+
+class TestCommandLine:
+    def test_a_small_config_fits(self, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        with pytest.raises(SystemExit) as ended:
+            main(["estimate", "--config", "configs/gpt_small.yaml", "--vram=8GiB", "--ram=16GiB", "--json", *GIVEN])
+        assert ended.value.code == 0
+        data = json.loads(capsys.readouterr().out)
+        assert data["accumulate"] == 4
+        assert data["rates"] == RATES
+        assert data["fits"]
+        # Clipping is on in the config.
+        assert not any("nonfinite" in row["name"] for row in data["rows"])
+
+    def test_what_does_not_fit_is_said_with_status_1(self, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        words = ["estimate", "--config", "configs/gpt_small.yaml", "--vram=100MiB", "--ram=512MiB", *GIVEN]
+        with pytest.raises(SystemExit) as ended:
+            main(words)
+        assert ended.value.code == 1
+        assert "Nothing fits." in capsys.readouterr().out
+
+    def test_wrong_size(self, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        with pytest.raises(SystemExit) as ended:
+            main(["estimate", "--config", "configs/gpt_small.yaml", "--vram=lots", *GIVEN])
+        assert ended.value.code == 2
+        assert "size='lots'" in capsys.readouterr().err
+
+    @pytest.mark.slow
+    def test_the_model_of_the_story_and_one_that_is_too_large(self, run_module: Callable[..., Any]) -> None:
+        words = ["estimate", "--config", "configs/gpt_458m.yaml", "--vram=12GiB", "--ram=32GiB", *GIVEN]
+        fits = run_module(*words)
+        assert fits.returncode == 0, fits.stderr
+        assert "457,475,328 trained parameters, 16 micro-batches" in fits.stdout
+        large = ["--model.num_layers=12", "--model.d_model=7168", "--model.num_heads=56"]  # 7.9B parameters
+        too_large = run_module(*words, *large)
+        assert too_large.returncode == 1, too_large.stderr
+        assert "Nothing fits." in too_large.stdout
+        assert "host" in too_large.stdout.split("Nothing fits.")[1]
