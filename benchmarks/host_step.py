@@ -1,188 +1,157 @@
-"""Time the optimizer step on the host, side by side with torch's and with the limit that memory sets.
+"""Time the optimizer step on the host, side by side with other libraries' and with the limit that memory sets.
 
-    python benchmarks/host_step.py [--params N] [--threads N] [--rounds N] [--json PATH]
+    python benchmarks/host_step.py [--params N ...] [--threads N ...] [--rounds N] [--save FOLDER]
 
-Each way starts from a BF16 gradient and FP32 masters and moments and ends with a BF16 weight. The ways take
-turns within one run, so that a change in the machine's load meets all of them.
+Each way starts from a BF16 gradient and FP32 masters and ends with a BF16 weight. The ways take turns within one
+run, once each in every round, so that a change in the machine's load meets all of them.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
+import itertools
 import json
-import os
-import platform
 import statistics
-import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numba
-import numpy as np
+import psutil
 import torch
+from machine import describe_machine, file_stem, milliseconds
+from rivals import RIVALS, Rival, RivalError
+from ways import READ_WRITE_BYTES, SHAPES, Workload, ways_of
 
-from lightning_cpu_offload.kernels import ThreadPool, adamw, physical_cores, warm_up
+from lightning_cpu_offload.kernels import MOMENTS, physical_cores, warm_up
 
-BYTES_PER_PARAM = 28
-"""The least one step moves: FP32 weight and moments in and out, BF16 gradient in, BF16 weight out."""
-
-RMW_BYTES_PER_PARAM = 24
-TENSOR_SIZE = 1 << 22
-"""Parameters in one tensor, as in a transformer with matrices of 2048 x 2048."""
-
-OURS = "this package: one pass"
-LIMIT = "limit: 28 bytes at the speed of x = -x"
-HYPER: dict[str, Any] = {"lr": 1e-3, "eps": 1e-8, "weight_decay": 0.01}
+OURS_BYTES, RIVAL_BYTES = 32, 20
+"""Memory that the ways of this process take for a parameter, and what a rival's process takes."""
 
 
 @dataclass
-class Timing:
-    """What was measured of one way; the limit's times are scaled from the 24 bytes it moves to 28."""
+class Row:
+    """What was measured of one way, in milliseconds for a step; none where it did not run, and why."""
 
     name: str
-    milliseconds: list[float]
-
-    @property
-    def median(self) -> float:
-        """Median time of a step in milliseconds."""
-        return statistics.median(self.milliseconds)
+    least_bytes: int
+    times: list[float] = field(default_factory=list)
+    reason: str = ""
 
 
-class Workload:
-    """FP32 weights and moments, a BF16 plane and FP32 gradients: 24 bytes a parameter, shared by every way."""
+@dataclass
+class Case:
+    """One table: so many parameters, cut like this, on so many threads; and the limit's times for one byte each."""
 
-    def __init__(self, num_params: int) -> None:
-        generator = torch.Generator().manual_seed(0)
-        self.param = torch.randn(num_params, generator=generator)
-        self.grad = torch.randn(num_params, generator=generator).bfloat16()
-        self.exp_avg = torch.full_like(self.param, 0.01)
-        self.exp_avg_sq = torch.full_like(self.param, 1e-3)
-        self.grad_fp32 = torch.zeros_like(self.param)
-        self.plane = self.grad.clone()
-
-    def restore_gradient(self) -> None:
-        """Put the gradient back where a step has left the weight."""
-        self.plane.copy_(self.grad)
-
-    def one_pass(self, threads: ThreadPool) -> Callable[[], None]:
-        """Return this package's step, one call for each tensor."""
-        plane = self.plane.view(torch.int16).numpy().view(np.uint16)
-        arrays = [self.param.numpy(), plane, self.exp_avg.numpy(), self.exp_avg_sq.numpy()]
-        options = {**HYPER, "beta1": 0.9, "beta2": 0.999, "decoupled": True, "step": 100}
-
-        def step() -> None:
-            for start in range(0, self.param.numel(), TENSOR_SIZE):
-                parts = [array[start : start + TENSOR_SIZE] for array in arrays]
-                adamw(*parts, **options, threads=threads)
-
-        return step
-
-    def torch_step(self, **options: Any) -> Callable[[], None]:
-        """Return torch's AdamW on the same memory, between the two conversions."""
-        params = [torch.nn.Parameter(weight) for weight in self.param.split(TENSOR_SIZE)]
-        optimizer = torch.optim.AdamW(params, **HYPER, **options)
-        others = (self.grad_fp32, self.exp_avg, self.exp_avg_sq)
-        for param, *parts in zip(params, *(x.split(TENSOR_SIZE) for x in others), strict=True):
-            param.grad, exp_avg, exp_avg_sq = parts
-            optimizer.state[param] = {"step": torch.tensor(99.0), "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
-
-        def step() -> None:
-            self.grad_fp32.copy_(self.plane)
-            optimizer.step()
-            self.plane.copy_(self.param)
-
-        return step
-
-    def read_and_write(self) -> None:
-        """Read and write the three FP32 arrays, nothing else."""
-        for array in (self.param, self.exp_avg, self.exp_avg_sq):
-            array.neg_()
+    params: int
+    shape: str
+    threads: int
+    rows: list[Row]
+    limit_per_byte: list[float]
 
 
-def measure(num_params: int, num_threads: int, rounds: int) -> list[Timing]:
+def measure(num_params: int, shape: str, num_threads: int, rounds: int, slow: bool, rivals: list[str]) -> Case:
     """Time every way `rounds` times, in turns, after one round that does not count."""
     torch.set_num_threads(num_threads)
-    warm_up()
-    work = Workload(num_params)
-    ways = {
-        OURS: work.one_pass(ThreadPool(num_threads)),
-        "torch AdamW(fused=True), two conversions": work.torch_step(fused=True),
-        "torch AdamW(foreach=True), two conversions": work.torch_step(foreach=True),
-        "torch AdamW(), two conversions": work.torch_step(),
-    }
-    timings = {name: Timing(name, []) for name in (*ways, LIMIT)}
-    for _ in range(rounds + 1):
-        for name, step in ways.items():
-            work.restore_gradient()
-            timings[name].milliseconds.append(milliseconds(step))
-        # Twice, so that the second moments are positive again.
-        for _ in range(2):
-            scaled = milliseconds(work.read_and_write) * BYTES_PER_PARAM / RMW_BYTES_PER_PARAM
-            timings[LIMIT].milliseconds.append(scaled)
-    for timing in timings.values():
-        del timing.milliseconds[: len(timing.milliseconds) // (rounds + 1)]
-    return list(timings.values())
+    sizes = SHAPES[shape](num_params)
+    with ExitStack() as running:
+        rows, steps = [], []
+        work = Workload(sizes)
+        for way in ways_of(work, num_threads, slow):
+            rows.append(Row(way.name, way.least_bytes))
+            steps.append(lambda step=way.step: timed(work, step))
+        for rival in rivals:
+            row = Row(RIVALS[rival], 28 if rival == "deepspeed" else 16)
+            rows.append(row)
+            try:
+                if num_params * RIVAL_BYTES > psutil.virtual_memory().available:
+                    raise RivalError("not enough memory")
+                steps.append(running.enter_context(Rival(rival, sizes, num_threads)).milliseconds)
+            except RivalError as error:
+                row.reason = str(error)
+                steps.append(None)
+        limit_per_byte = take_turns(work, rows, steps, rounds)
+    return Case(num_params, shape, num_threads, rows, limit_per_byte)
 
 
-def milliseconds(step: Callable[[], None]) -> float:
-    """Return how long one call takes."""
-    start = time.perf_counter()
-    step()
-    return (time.perf_counter() - start) * 1e3
+def timed(work: Workload, step: Callable[[], Any]) -> float:
+    """Return the milliseconds of one step from a fresh gradient."""
+    work.restore_gradient()
+    return milliseconds(step)
 
 
-def describe_machine(num_threads: int) -> dict[str, Any]:
-    """Return what a reader needs to know of the machine and the versions."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    memory_gib = None
-    if "SC_PHYS_PAGES" in getattr(os, "sysconf_names", {}):
-        memory_gib = round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1)
-    return {
-        "cpu": models[0] if models else platform.processor(),
-        "physical_cores": physical_cores(),
-        "threads": num_threads,
-        "memory_gib": memory_gib,
-        "system": platform.platform(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "numpy": np.__version__,
-        "numba": numba.__version__,
-        "date": datetime.date.today().isoformat(),
-    }
+def take_turns(work: Workload, rows: list[Row], steps: list[Callable[[], float] | None], rounds: int) -> list[float]:
+    """Fill the rows with times; return the milliseconds that reading and writing takes for one byte a parameter."""
+    limits = []
+    for count in range(rounds + 1):
+        for row, step in zip(rows, steps, strict=True):
+            if step is not None:
+                row.times.append(step())
+        limits.append(milliseconds(work.read_and_write) / 2 / READ_WRITE_BYTES)
+        if count == 0:
+            limits.clear()
+            for row in rows:
+                row.times.clear()
+    return limits
 
 
-def report(machine: dict[str, Any], num_params: int, timings: list[Timing]) -> None:
-    """Print the ratios first, then times, memory traffic and the share of the limit that was reached."""
-    print(", ".join(f"{key} {value}" for key, value in machine.items()))
-    print(f"{num_params:,} parameters, {len(timings[0].milliseconds)} rounds\n")
-    ours, limit = timings[0].median, timings[-1].median
-    print(f"{'':43}{'ours = 1':>9}{'ms':>8}{'least':>8}{'most':>8}{'GB/s':>7}{'% of limit':>12}")
-    for timing in timings:
-        spread = f"{min(timing.milliseconds):8.1f}{max(timing.milliseconds):8.1f}"
-        speed = BYTES_PER_PARAM * num_params / timing.median / 1e6
-        ratios = f"{timing.median / ours:9.2f}{timing.median:8.1f}"
-        print(f"{timing.name:43}{ratios}{spread}{speed:7.1f}{100 * limit / timing.median:12.0f}")
+def table(case: Case) -> str:
+    """Return the case as a Markdown table: ratios first, then times, traffic and the share of the limit."""
+    ours, limit = case.rows[0].times, statistics.median(case.limit_per_byte)
+    lines = [f"**{case.params:,} parameters, {case.shape}, {case.threads} threads**, {len(ours)} rounds\n"]
+    lines += ["| way | ours = 1 | ms | least | most | bytes | GB/s | % of limit |", "|---|--:|--:|--:|--:|--:|--:|--:|"]
+    for row in case.rows:
+        if not row.times:
+            lines.append(f"| {row.name} | not run: {row.reason} |")
+            continue
+        ratio = statistics.median(time / own for time, own in zip(row.times, ours, strict=True))
+        median = statistics.median(row.times)
+        speed, share = row.least_bytes * case.params / median / 1e6, 100 * row.least_bytes * limit / median
+        lines.append(
+            f"| {row.name} | {ratio:.2f} | {median:.1f} | {min(row.times):.1f} | {max(row.times):.1f} "
+            f"| {row.least_bytes} | {speed:.1f} | {share:.0f} |"
+        )
+    lines.append(f"| limit: 28 bytes at the speed of x = -x | | {28 * limit:.1f} | | | 28 | | 100 |")
+    return "\n".join(lines) + "\n"
+
+
+def parse() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    sizes = [1_000_000, 10_000_000, 100_000_000, 400_000_000]
+    threads = sorted({1, 2, physical_cores()} if physical_cores() > 1 else {1}, reverse=True)
+    parser.add_argument("--params", type=int, nargs="+", default=sizes, help="parameters; 32 bytes of memory each")
+    parser.add_argument("--threads", type=int, nargs="+", default=threads, help="threads, ours and the others'")
+    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
+    parser.add_argument("--rounds", type=int, default=9, help="timed steps of each way")
+    parser.add_argument("--rivals", nargs="*", choices=list(RIVALS), default=list(RIVALS), help="other libraries")
+    parser.add_argument("--fast", action="store_true", help="leave out torch's slow ways, foreach and default")
+    parser.add_argument("--save", type=Path, help="folder to write every measured time and the tables to")
+    return parser.parse_args()
 
 
 def main() -> None:
-    """Measure, print, and write JSON if asked to."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--params", type=int, default=50_000_000, help="parameters; 24 bytes of memory each")
-    parser.add_argument("--threads", type=int, default=physical_cores(), help="threads, ours and torch's")
-    parser.add_argument("--rounds", type=int, default=9, help="timed steps of each way")
-    parser.add_argument("--json", type=Path, help="file to write every measured time to")
-    args = parser.parse_args()
-    machine = describe_machine(args.threads)
-    timings = measure(args.params, args.threads, args.rounds)
-    report(machine, args.params, timings)
-    if args.json is not None:
-        result = {"machine": machine, "params": args.params, "timings": [asdict(timing) for timing in timings]}
-        args.json.write_text(json.dumps(result, indent=2) + "\n")
+    """Measure, print, and write the results if asked to."""
+    args, machine = parse(), describe_machine()
+    for state_dtype in ("float32", *MOMENTS):
+        warm_up(state_dtype=state_dtype)
+    title = ", ".join(f"{key} {value}" for key, value in machine.items()) + "\n"
+    print(title)
+    cases = []
+    for num_params, threads, shape in itertools.product(args.params, args.threads, args.shapes):
+        if num_params * OURS_BYTES > psutil.virtual_memory().available:
+            print(f"{num_params:,} parameters: not enough memory\n")
+            continue
+        case = measure(num_params, shape, threads, args.rounds, not args.fast, args.rivals)
+        cases.append(case)
+        print(table(case), flush=True)
+    if args.save is not None:
+        stem = args.save / file_stem("host_step", machine)
+        stem.with_suffix(".json").write_text(
+            json.dumps({"machine": machine, "cases": [asdict(c) for c in cases]}) + "\n"
+        )
+        stem.with_suffix(".md").write_text("\n".join([title, *map(table, cases)]))
 
 
 if __name__ == "__main__":
