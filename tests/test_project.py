@@ -17,7 +17,7 @@ PYPROJECT = (ROOT / "pyproject.toml").read_text()
 CONSTRAINTS = (ROOT / "constraints.txt").read_text()
 MAKEFILE = (ROOT / "Makefile").read_text()
 README = ROOT / "README.md"
-TARGETS = {"train", "test", "check", "bench", "gpu", "clean", "help"}
+TARGETS = {"train", "test", "check", "bench", "zoo", "docs", "gpu", "clean", "help"}
 COMMANDS = ("python -m lightning_cpu_offload ", "lightning-cpu-offload ")
 
 
@@ -121,5 +121,5 @@ def parses(command: str) -> bool:
     prefix = next(prefix for prefix in COMMANDS if command.startswith(prefix))
     words = shlex.split(command.removeprefix(prefix), comments=True)
     with pytest.raises(SystemExit) as stop:
-        main([*words, "--print_config"])
+        main([*words, "--help" if words[0] == "doctor" else "--print_config"])
     return not stop.value.code
