@@ -312,3 +312,12 @@ def test_a_write_into_drained_weights_is_taken_over(reader: Reader, how: str) ->
     reader.step()
     state = reader.network.state_dict()["inner.weight"]
     assert (state - 1).abs().max() <= 0.05  # one step of AdamW from there
+
+
+def test_an_optimizer_that_cannot_be_late_says_so() -> None:
+    net = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    device = torch.device("cpu")
+    with pytest.warns(UserWarning, match=r"update='delayed' is for Adam and AdamW: SGD makes exact steps"):
+        attachment = Attachment(net, [optimizer], device, lambda *_: torch.bfloat16, Settings(update="delayed"))
+    attachment.detach()

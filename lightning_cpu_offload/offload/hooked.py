@@ -81,6 +81,10 @@ class HookedOptimizer:
         self._engaged: KernelStep | BodyStep | None = None
         self._frame: FrameType | None = None
         self._warned = False
+        if host.pipeline.hold and not self.is_fused:
+            warnings.warn(
+                f"update='delayed' is for Adam and AdamW: {type(optimizer).__name__} makes exact steps.", stacklevel=2
+            )
         self._admit()
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
