@@ -117,8 +117,13 @@ def on_engine(engine: Engine, *, kernel: bool = False, slot_bytes: int = SLOT_BY
     ]
     if not kernel:
         patches.append(mock.patch.object(kernels, "available", return_value=False))
-    with _all(patches):
-        yield
+    number = torch._C._len_torch_function_stack()
+    try:
+        with _all(patches):
+            yield
+    finally:
+        while torch._C._len_torch_function_stack() > number:  # a gate that a broken step left closed
+            torch.overrides._pop_mode()
 
 
 @contextmanager

@@ -41,8 +41,10 @@ class Host:
 
     def land(self) -> None:
         """Wait until nothing is under way."""
-        self.pipeline.land()
-        self.gate.open()
+        try:
+            self.pipeline.land()
+        finally:
+            self.gate.open()  # also after a failure, or no later fit would overlap
 
     def depart(self, num_steps: int) -> None:
         """Let the training thread go on after step number `num_steps`, as far as somebody guards what is under way."""

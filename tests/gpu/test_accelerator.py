@@ -250,7 +250,14 @@ def test_two_huge_layers_change_no_bit(fit: Any, optimizer: str) -> None:
 def test_a_missing_wait_is_noticed(fit: Any) -> None:
     # 8 MiB take the bus a hundred times longer than the host needs to begin with them.
     expected = fit(SynchronousEngine, Huge, num_batches=2)
-    assert not all(same_bits(fit(HastyEngine, Huge, num_batches=2), expected) for _ in range(REPEATS))
+
+    def is_noticed() -> bool:
+        try:
+            return not same_bits(fit(HastyEngine, Huge, num_batches=2), expected)
+        except FloatingPointError:
+            return True  # what it read was no number
+
+    assert any(is_noticed() for _ in range(REPEATS))
 
 
 # --- the engine ---------------------------------------------------------------------------------------------------
