@@ -197,7 +197,7 @@ def _local(path: str | Path) -> Path | None:
 def _nbytes(value: Any) -> int:
     """Bytes that the tensors in a checkpoint take on the disk; each memory is written once."""
     storages = [tensor.untyped_storage() for tensor in _tensors(value)]
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
 def _tensors(value: Any) -> Iterable[Tensor]:

@@ -22,8 +22,9 @@ from lightning_cpu_offload.namespaces import in_each_namespace, join, namespace_
 from lightning_cpu_offload.offload.attach import Attachment, Settings
 from lightning_cpu_offload.offload.fused import is_fused
 from lightning_cpu_offload.offload.mapped import give_back
+from lightning_cpu_offload.offload.moments import STATE_DTYPES
 from lightning_cpu_offload.offload.pipeline import BETWEEN_STEPS
-from lightning_cpu_offload.offload.probe import require_host_step
+from lightning_cpu_offload.offload.probe import require_host_step, require_reducible
 from lightning_cpu_offload.offload.sizes import parse_bytes
 from lightning_cpu_offload.precision import is_overridden, precision_for
 
@@ -54,6 +55,9 @@ class StrategyHooks(Base):
             or `"raise"`. Weights and optimizer state stay as they are.
         pin_memory: Page-lock the staging buffers: True, False, or `"auto"`: where the machine allows it. Only
             staging is page-locked (32 MiB); the state never crosses the bus.
+        state_dtype: What the moments of Adam and AdamW are held in: `"float32"` (8 bytes per parameter), `"bfloat16"`
+            (4) or `"float8"` (2 and 1/32), rounded so that the mean is right. Masters stay FP32, and `optimizer.state`
+            and checkpoints show FP32.
         cpu_threads: Threads of the host step. None: one for each physical core this process may use.
         device_fraction: Part of the masters and of the optimizer state, from 0 to 1, that is kept and stepped on the
             device while the host steps the rest: spare device memory buys speed. The results are those of an exact
@@ -84,6 +88,7 @@ class StrategyHooks(Base):
         exact_steps: int = 40,
         nonfinite: Literal["skip", "raise"] = "skip",
         pin_memory: bool | Literal["auto"] = "auto",
+        state_dtype: Literal["float32", "bfloat16", "float8"] = "float32",
         cpu_threads: int | None = None,
         device_fraction: float = 0.0,
         device_memory: int | str | None = None,
@@ -96,6 +101,7 @@ class StrategyHooks(Base):
         _require("gradients", gradients, ("device", "host", "auto"))
         _require("update", update, ("exact", "early", "delayed"))
         _require("nonfinite", nonfinite, ("skip", "raise"))
+        _require("state_dtype", state_dtype, STATE_DTYPES)
         _require("pin_memory", pin_memory, (True, False, "auto"))
         if not isinstance(exact_steps, int) or exact_steps < 0:
             raise ValueError(f"exact_steps={exact_steps!r}: a number of steps, 0 or more. Pass 40 if in doubt.")
@@ -122,6 +128,7 @@ class StrategyHooks(Base):
             check_memory=check_memory,
             device_fraction=float(device_fraction),
             device_memory=None if device_memory is None else parse_bytes(device_memory),
+            state_dtype=state_dtype,
         )
         self._device = None if device is None else torch.device(device)
         self._parallel_devices: list[torch.device] = []
@@ -223,6 +230,7 @@ class StrategyHooks(Base):
             self.setup_optimizers(trainer)
             for optimizer in self.optimizers:
                 require_host_step(optimizer)
+                require_reducible(optimizer, self._settings.state_dtype)
             if self._settings.update == "early":
                 _require_early(trainer, self.lightning_module, self.optimizers, self._namespace)
             self._torn = False
@@ -343,6 +351,8 @@ class StrategyHooks(Base):
         pipeline = attachment.pipeline
         assert pipeline is not None
         kernel = "one-pass kernel" if kernels.available() else f"torch operations ({kernels.IMPORT_ERROR})"
+        if self._settings.state_dtype != "float32":
+            kernel += f" with {self._settings.state_dtype} moments"
         steps = ", ".join(
             f"{type(hooked.optimizer).__name__} by {kernel if hooked.is_fused else 'its own step'}"
             for hooked in attachment.optimizers

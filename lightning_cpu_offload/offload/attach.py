@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from lightning_cpu_offload.offload.hooked import HookedOptimizer
 from lightning_cpu_offload.offload.host import Host
 from lightning_cpu_offload.offload.masters import Master, StateDictHooks
 from lightning_cpu_offload.offload.memory import HostMemory
+from lightning_cpu_offload.offload.moments import BORDER_BYTES
 from lightning_cpu_offload.offload.nonfinite import Nonfinite
 from lightning_cpu_offload.offload.pipeline import EARLY_DEPTH, RING_DEPTH, SLOT_BYTES, Pipeline
 from lightning_cpu_offload.offload.region import Region
@@ -56,6 +58,7 @@ class Settings:
         check_memory: Compare what is needed with what is free before anything is allocated.
         device_fraction: Part of the masters and moments that is kept and stepped on the device.
         device_memory: The same as a number of bytes; None: by the fraction.
+        state_dtype: What Adam's moments are held in: `"float32"`, `"bfloat16"` or `"float8"`.
     """
 
     gradients: Literal["device", "host", "auto"] = "device"
@@ -67,6 +70,7 @@ class Settings:
     check_memory: bool = True
     device_fraction: float = 0.0
     device_memory: int | None = None
+    state_dtype: Literal["float32", "bfloat16", "float8"] = "float32"
 
 
 class Attachment:
@@ -106,7 +110,7 @@ class Attachment:
         self._masters: dict[Tensor, Master] = {}
         self._region_of: dict[Tensor, Region] = {}
         self._resident: set[Tensor] = set()
-        self._slot_bytes = _slot_bytes(module)
+        self._slot_bytes = _slot_bytes(module, BORDER_BYTES[settings.state_dtype])
         self.optimizers: list[HookedOptimizer] = []
         self.host: Host | None = None
         self._hooks = StateDictHooks(module, self._masters, self.land)
@@ -267,9 +271,10 @@ class Attachment:
             self._make_stream(engine, settings),
             settings.exact_steps,
             early=settings.update == "early",
+            state_dtype=settings.state_dtype,
         )
         if kernels.available():
-            kernels.warm_up(host_gradients=self.host.stream is not None)
+            kernels.warm_up(host_gradients=self.host.stream is not None, state_dtype=settings.state_dtype)
         for optimizer in optimizers:
             self.optimizers.append(
                 HookedOptimizer(optimizer, self.host, self._build_regions, self._order, self._masters)
@@ -301,7 +306,9 @@ class Attachment:
         return needs(
             weight_bytes=self._weight_bytes(trained),
             numel=sum(p.numel() for p in trained if p not in self._resident),
-            state_bytes=sum(state_bytes(held[p]) * p.numel() for p in trained if p not in self._resident),
+            state_bytes=math.ceil(
+                sum(state_bytes(held[p], settings.state_dtype) * p.numel() for p in trained if p not in self._resident)
+            ),
             resident_bytes=sum(on_device[p] for p in self._resident),
             gradients_on_host=on_host,
             staging_bytes=max(slots, planes),
@@ -406,11 +413,11 @@ def _require_initialised(module: nn.Module) -> None:
             )
 
 
-def _slot_bytes(module: nn.Module) -> int:
-    """Size of a staging buffer, a multiple of any element's size: less than usual for a model that is small."""
+def _slot_bytes(module: nn.Module, unit: int) -> int:
+    """Size of a staging buffer, a multiple of `unit` bytes: less than usual for a model that is small."""
     total = sum(parameter.nbytes for parameter in module.parameters())
     wanted = max(total // 16, min(total, SMALL_SLOT_BYTES))  # a small model is pipelined too
-    return min(SLOT_BYTES, max(8, -(-wanted // 8) * 8))
+    return min(SLOT_BYTES, max(unit, -(-wanted // unit) * unit))
 
 
 def _warn_unowned(names: list[str]) -> None:

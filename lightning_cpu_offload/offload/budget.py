@@ -18,6 +18,7 @@ _UNLIMITED = 1 << 60
 
 OPTIONS = {
     "host": (
+        "state_dtype='bfloat16' or 'float8', whose moments take 4 or 2 bytes per parameter where FP32's take 8",
         "an optimizer with less state (SGD with momentum: 8 bytes per parameter where AdamW has 12)",
         "a smaller model, or fewer trained parameters (requires_grad_(False))",
         "a higher memory limit of the container, or other programs closed",

@@ -15,17 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_cpu_offload.offload.memory import Arena
+from lightning_cpu_offload.offload.moments import FloatMoments
 from lightning_cpu_offload.offload.plan import Chunk
 from lightning_cpu_offload.offload.region import Region, Source
-
-
-@dataclass(frozen=True)
-class Moments:
-    """One optimizer's moments of a region's parameters, in the layout of its masters."""
-
-    exp_avg: Arena
-    exp_avg_sq: Arena
 
 
 @dataclass(frozen=True)
@@ -53,7 +45,7 @@ class DeviceStep:
     region: Region
     chunk: Chunk
     sources: Sequence[Source]
-    moments: Moments
+    moments: FloatMoments
     runs: Sequence[Run]
     scratch: Tensor
 

@@ -15,14 +15,24 @@ from lightning_cpu_offload import kernels
 from lightning_cpu_offload.kernels.threads import ThreadPool
 from lightning_cpu_offload.offload.bits import words
 from lightning_cpu_offload.offload.clip import Clip
-from lightning_cpu_offload.offload.device_step import DeviceStep, Moments, Run, adamw
-from lightning_cpu_offload.offload.mapped import take
+from lightning_cpu_offload.offload.device_step import DeviceStep, Run, adamw
 from lightning_cpu_offload.offload.masters import Master
+from lightning_cpu_offload.offload.moments import (
+    NAMES,
+    FloatMoments,
+    ReducedMoments,
+    ReducedTensor,
+    make_moments,
+    moment_bytes,
+)
 from lightning_cpu_offload.offload.plan import Chunk
 from lightning_cpu_offload.offload.region import Region, Source
 
 Due = tuple[int, int]
 """The step a parameter is about to make: its number, from 1, and the index of its parameter group."""
+
+UNFUSED = ("amsgrad", "differentiable")
+"""Options with which torch's own step is needed."""
 
 
 @dataclass(frozen=True)
@@ -59,15 +69,13 @@ def is_adam(optimizer: torch.optim.Optimizer) -> bool:
 
 def is_fused(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the kernel computes what this optimizer's own step would, with the settings it has now."""
-    return is_adam(optimizer) and not any(
-        group["amsgrad"] or group["differentiable"] for group in optimizer.param_groups
-    )
+    return is_adam(optimizer) and not any(group[name] for group in optimizer.param_groups for name in UNFUSED)
 
 
-def state_bytes(optimizer: torch.optim.Optimizer) -> int:
+def state_bytes(optimizer: torch.optim.Optimizer, state_dtype: str = "float32") -> float:
     """Bytes on the host for each parameter besides its master: Adam's moments, else a gradient and about one moment."""
     if is_fused(optimizer):
-        return 8
+        return moment_bytes(state_dtype)
     plain = type(optimizer) is torch.optim.SGD and not any(group["momentum"] for group in optimizer.param_groups)
     return 4 if plain else 8
 
@@ -76,23 +84,31 @@ class FusedAdamW:
     """The host's part of a step: gradients become weights, chunk by chunk.
 
     The state stays in torch's form: `optimizer.state[parameter]` holds `step`, `exp_avg` and `exp_avg_sq`, the
-    latter two being views of the arenas that the kernel works on.
+    latter two showing what the kernel works on.
 
     Args:
         optimizer: The user's AdamW or Adam.
         regions: Everything it steps; the caller adds regions as parameters are added.
         threads: The pool the kernel runs on.
+        state_dtype: What the moments are held in, see `moments`.
 
     Attributes:
         clip: What is to be done to gradients on the host in this step.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, regions: list[Region], threads: ThreadPool) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        regions: list[Region],
+        threads: ThreadPool,
+        state_dtype: str = "float32",
+    ) -> None:
         self._optimizer = optimizer
         self._regions = regions
         self._threads = threads
+        self._state_dtype = state_dtype
         self.clip = Clip()
-        self._moments: dict[Region, Moments] = {}
+        self._moments: dict[Region, FloatMoments | ReducedMoments] = {}
         self._scratch = torch.empty(0)  # for steps on the device, which has them one after the other
         self._views: dict[Region, dict[int, tuple[Tensor, Tensor]]] = {}
         self._settings: list[Hyperparameters] = []
@@ -104,7 +120,7 @@ class FusedAdamW:
         """Make room for the moments of every region."""
         for region in self._regions:
             if region not in self._moments:
-                self._moments[region] = Moments(region.arena("moments"), region.arena("moments"))
+                self._moments[region] = make_moments(self._state_dtype, region)
                 if region.resident and len(self._scratch) < region.chunk_numel:
                     self._scratch = torch.empty(region.chunk_numel, dtype=torch.float32, device=region.weights.device)
 
@@ -173,19 +189,23 @@ class FusedAdamW:
     def step_on_device(self, region: Region, chunk: Chunk, sources: Sequence[Source]) -> DeviceStep:
         """The step of a resident chunk with these gradients."""
         runs = [Run(start, stop, self._arguments(due)) for start, stop, due in self._runs(region, chunk)]
-        return DeviceStep(region, chunk, sources, self._moments[region], runs, self._scratch)
+        moments = self._moments[region]
+        assert isinstance(moments, FloatMoments)
+        return DeviceStep(region, chunk, sources, moments, runs, self._scratch)
 
     def adopt_state(self) -> None:
         """Take state that was loaded into the optimizer, in ordinary tensors, into the arenas."""
         for region in self._regions:
-            for index, master in enumerate(region.masters):
-                state = self._optimizer.state.get(master.tensor)
-                if state:
-                    self._attach(region, index, state)
+            states = [(index, self._optimizer.state.get(master.tensor)) for index, master in enumerate(region.masters)]
+            loaded = [(index, state) for index, state in states if state]
+            for index, state in loaded:
+                self._clear(region, index, state)
+            for index, state in loaded:
+                self._attach(region, index, state)
 
     def memory(self) -> list[Tensor]:
         """Host tensors that a step changes."""
-        arenas = [arena for moments in self._moments.values() for arena in (moments.exp_avg, moments.exp_avg_sq)]
+        arenas = [arena for moments in self._moments.values() for arena in moments.arenas]
         arenas += [region.master for region in self._regions]
         steps = [state["step"] for state in self._optimizer.state.values() if "step" in state]
         with torch._C.DisableTorchFunction():  # the gate would wait for them; here nobody touches their elements
@@ -201,8 +221,8 @@ class FusedAdamW:
     def inherit_on_fork(self) -> None:
         """Make the moments ordinary memory for children of this process, once training is over."""
         for moments in self._moments.values():
-            moments.exp_avg.inherit_on_fork()
-            moments.exp_avg_sq.inherit_on_fork()
+            for arena in moments.arenas:
+                arena.inherit_on_fork()
 
     def _read_settings(self) -> None:
         self.allocate()
@@ -240,20 +260,26 @@ class FusedAdamW:
         views = self._views.setdefault(region, {})
         if index not in views:
             self.allocate()
-            moments = self._moments[region]
-            views[index] = region.view(moments.exp_avg, index), region.view(moments.exp_avg_sq, index)
+            views[index] = self._moments[region].show(index)
         return views[index]
 
     def _attach(self, region: Region, index: int, state: dict[str, Any]) -> None:
         """Make a parameter's state live in the arenas, with the values it has, or zeros."""
-        for name, view in zip(("exp_avg", "exp_avg_sq"), self._view(region, index), strict=True):
-            if name not in state:
-                view.zero_()
-            elif state[name] is not view:
-                take(view, state[name])
+        for name, view in zip(NAMES, self._view(region, index), strict=True):
+            if state.get(name) is not view:
+                self._moments[region].put(view, state.get(name))
             state[name] = view
         step = state["step"]
         state["step"] = torch.as_tensor(step, dtype=torch.float32, device="cpu")
+
+    def _clear(self, region: Region, index: int, state: dict[str, Any]) -> None:
+        """Before new values come in: in 8 bits, large old ones nearby would leave them no digits."""
+        for name, view in zip(NAMES, self._view(region, index), strict=True):
+            value = state.get(name)
+            if value is not view and isinstance(view, ReducedTensor):
+                if isinstance(value, ReducedTensor):
+                    state[name] = value.decode()  # may be of what is cleared
+                view.encode(None)
 
     def _runs(self, region: Region, chunk: Chunk) -> Iterator[tuple[int, int, Due]]:
         """Neighbouring pieces that make the same step with the same settings, joined."""
@@ -271,6 +297,10 @@ class FusedAdamW:
         self, region: Region, start: int, stop: int, due: Due, gradient: Tensor, weight: Tensor, scale: float
     ) -> None:
         moments, settings = self._moments[region], self._arguments(due, scale)
+        if isinstance(moments, ReducedMoments):
+            array = region.master.flat(start, stop).numpy()
+            moments.kernel.step(array, _array(gradient), _array(weight), first=start, threads=self._threads, **settings)
+            return
         arenas = (region.master, moments.exp_avg, moments.exp_avg_sq)
         param, exp_avg, exp_avg_sq = (arena.flat(start, stop) for arena in arenas)
         if kernels.available():

@@ -32,6 +32,7 @@ from lightning_cpu_offload.offload.fused import FusedAdamW, is_adam, is_fused
 from lightning_cpu_offload.offload.host import Host
 from lightning_cpu_offload.offload.kernel_step import KernelStep
 from lightning_cpu_offload.offload.masters import Master
+from lightning_cpu_offload.offload.probe import require_reducible
 from lightning_cpu_offload.offload.region import Region
 from lightning_cpu_offload.offload.resident import require_adam
 from lightning_cpu_offload.offload.trained import RegionBuilder, Trained
@@ -70,7 +71,9 @@ class HookedOptimizer:
         self._host = host
         self._trained = Trained(optimizer, build, order, converted)
         self._writes = Writes(self.regions, host.watch, host.pipeline)
-        self._fused = FusedAdamW(optimizer, self.regions, host.threads) if is_adam(optimizer) else None
+        self._fused = (
+            FusedAdamW(optimizer, self.regions, host.threads, host.state_dtype) if is_adam(optimizer) else None
+        )
         self._early = (
             Early(self._fused, self._trained, host, self._writes) if self._fused is not None and host.early else None
         )
@@ -157,6 +160,7 @@ class HookedOptimizer:
         """Step on the host, or put each master in its parameter's place so that the optimizer's body can."""
         if self._engaged is not None:
             return
+        require_reducible(self.optimizer, self._host.state_dtype)
         self._host.pipeline.catch_up()
         self._admit()
         self._writes.adopt_seen()

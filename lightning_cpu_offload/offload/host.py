@@ -27,6 +27,7 @@ class Host:
         stream: Takes gradients to the host as they are made; None: they stay on the device until the step.
         early: Steps begin under backward.
         exact_steps: With a pipeline that holds weights back, so many steps are exact before the first one is late.
+        state_dtype: What Adam's moments are held in, see `moments`.
     """
 
     memory: HostMemory
@@ -38,6 +39,7 @@ class Host:
     stream: GradientStream | None
     exact_steps: int
     early: bool = False
+    state_dtype: str = "float32"
 
     def land(self) -> None:
         """Wait until nothing is under way."""

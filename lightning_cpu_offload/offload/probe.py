@@ -8,6 +8,9 @@ from typing import Any
 
 import torch
 
+from lightning_cpu_offload import kernels
+from lightning_cpu_offload.offload.fused import UNFUSED, is_fused
+
 _DEVICE_WORDS = re.compile(r"cuda|gpu|xpu|hip|device|triton", re.IGNORECASE)
 
 
@@ -39,6 +42,31 @@ def require_host_step(optimizer: torch.optim.Optimizer) -> None:
                 f"({error or 'assertion failed'}). Use one that runs on the CPU, such as torch.optim.AdamW, or "
                 "strategy='auto' to keep the state on the device."
             ) from error
+
+
+def require_reducible(optimizer: torch.optim.Optimizer, state_dtype: str) -> None:
+    """Refuse an optimizer whose state only its own step, in FP32, can make.
+
+    Args:
+        optimizer: The user's object.
+        state_dtype: What its state is to be held in.
+
+    Raises:
+        ValueError: It is not one that the kernel steps, or there is no kernel.
+    """
+    if state_dtype == "float32":
+        return
+    if not is_fused(optimizer):
+        options = [name for name in UNFUSED if any(group.get(name) for group in optimizer.param_groups)]
+        raise ValueError(
+            f"state_dtype={state_dtype!r}: for torch.optim.AdamW and Adam without {' and '.join(UNFUSED)}, and this "
+            f"is {', '.join([type(optimizer).__name__, *options])}. Use one of those, or state_dtype='float32'."
+        )
+    if not kernels.available():
+        raise ValueError(
+            f"state_dtype={state_dtype!r}: needs the compiled kernels, which cannot be used ({kernels.IMPORT_ERROR}). "
+            "Install numba, or use state_dtype='float32'."
+        )
 
 
 def _name(optimizer: torch.optim.Optimizer) -> str:

@@ -83,11 +83,12 @@ class Region:
         if self.gradients is None:
             self.gradients = self.arena("gradients")
 
-    def arena(self, name: str) -> Arena:
-        """FP32 zeros for all parameters, where the masters are; counted under `name` if on the host."""
+    def arena(self, name: str, numel: int | None = None) -> Arena:
+        """FP32 zeros, one for each parameter if not told otherwise, where the masters are; counted if on the host."""
+        count = self.numel if numel is None else numel
         if self.resident:
-            return self._memory.device_arena(self.numel, self._device)
-        return self._memory.arena(name, self.numel)
+            return self._memory.device_arena(count, self._device)
+        return self._memory.arena(name, count)
 
     def view(self, arena: Arena, index: int) -> Tensor:
         """Parameter `index`'s part of an arena, in the parameter's shape."""
