@@ -232,6 +232,9 @@ class Pipeline:
             flight = self.arriving
             self.arrive_all()
             self.arriving = None
+            if flight.grounded and flight.sources:
+                # Hazard: gradients whose arrival nobody awaited, as the step is skipped, would be freed on their way.
+                self.engine.synchronize()
             flight.sources = []
             flight.report.total_ms += (time.perf_counter() - began) * 1e3
             self.report = flight.report
