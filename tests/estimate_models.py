@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_cpu_offload.recipes import GPT
+from tests.models import ResidualBlock
 
 Batch = Any
 
@@ -37,21 +38,6 @@ class Classifier(Trained):
         self.log("loss", loss)
         self.log("accuracy", (logits.argmax(1) == batch[1]).float().mean(), prog_bar=True)
         return loss
-
-
-class Residual(nn.Module):
-    """A residual block of two convolutions with batch norm."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.first = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
-        self.first_norm = nn.BatchNorm2d(channels)
-        self.second = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
-        self.second_norm = nn.BatchNorm2d(channels)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = F.relu(self.first_norm(self.first(x)))
-        return F.relu(x + self.second_norm(self.second(hidden)))
 
 
 class LSTM(Trained):
@@ -269,7 +255,7 @@ def convolutions() -> nn.Module:
 
 
 def residuals() -> nn.Module:
-    blocks = [Residual(32) for _ in range(3)]
+    blocks = [ResidualBlock(32) for _ in range(3)]
     return nn.Sequential(
         nn.Conv2d(3, 32, 3, padding=1), *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10)
     )

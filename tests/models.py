@@ -119,6 +119,21 @@ def regression_batch(inputs: int, outputs: int) -> Callable[[], Batch]:
     return lambda: {"x": torch.randn(4, inputs), "y": torch.randn(4, outputs)}
 
 
+class ResidualBlock(nn.Module):
+    """Two convolutions with batch norm and a way around them."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.first_norm = nn.BatchNorm2d(channels)
+        self.second = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.second_norm = nn.BatchNorm2d(channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = F.relu(self.first_norm(self.first(x)))
+        return F.relu(x + self.second_norm(self.second(hidden)))
+
+
 def token_batch() -> Batch:
     """3 sequences of 8 of 31 tokens."""
     return torch.randint(31, (3, 8))

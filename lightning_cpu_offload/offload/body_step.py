@@ -6,7 +6,6 @@ them; only their data and gradients are exchanged.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -120,11 +119,9 @@ class BodyStep:
                 return [master.name for master in due if not is_finite([master.tensor.grad])]
             self._host.pipeline.run(self._trained.due_chunks(due), _widen_gradients, report=self._report)
             return []
-        stream.complete(master.tensor for master in due)
-        stream.finish()
-        sums = {master.name: stream.square_sum(master.tensor) for master in due}
-        stream.clip([master.tensor for master in due], clip.with_norm(math.sqrt(math.fsum(sums.values()))))
-        return [name for name, square in sums.items() if not math.isfinite(square)]
+        bad, norm = stream.measure_now(due)
+        stream.clip([master.tensor for master in due], clip.with_norm(norm))
+        return bad
 
     def _borrow_settings(self) -> None:
         """Exchange settings that only make sense for device tensors."""

@@ -53,10 +53,7 @@ class Early:
         """Hear of the gradients of a region's parameters."""
         for index, master in enumerate(region.masters):
             self._places[master.tensor] = region, index
-            trained = master.tensor.requires_grad
-            master.tensor.requires_grad_(True)  # torch refuses hooks on what is frozen at the moment
-            self._handles.append(master.tensor.register_post_accumulate_grad_hook(self._on_gradient))
-            master.tensor.requires_grad_(trained)
+            self._handles.append(master.on_gradient(self._on_gradient))
 
     def detach(self) -> None:
         """Hear of no more gradients."""

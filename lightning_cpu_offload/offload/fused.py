@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from lightning_cpu_offload import kernels
 from lightning_cpu_offload.kernels.threads import ThreadPool
-from lightning_cpu_offload.offload.bits import words
+from lightning_cpu_offload.offload.bits import as_array
 from lightning_cpu_offload.offload.clip import Clip
 from lightning_cpu_offload.offload.device_step import DeviceStep, Run, adamw
 from lightning_cpu_offload.offload.masters import Master
@@ -299,15 +298,17 @@ class FusedAdamW:
         moments, settings = self._moments[region], self._arguments(due, scale)
         if isinstance(moments, ReducedMoments):
             array = region.master.flat(start, stop).numpy()
-            moments.kernel.step(array, _array(gradient), _array(weight), first=start, threads=self._threads, **settings)
+            moments.kernel.step(
+                array, as_array(gradient), as_array(weight), first=start, threads=self._threads, **settings
+            )
             return
         arenas = (region.master, moments.exp_avg, moments.exp_avg_sq)
         param, exp_avg, exp_avg_sq = (arena.flat(start, stop) for arena in arenas)
         if kernels.available():
             kernels.adamw(
                 param.numpy(),
-                _array(gradient),
-                _array(weight),
+                as_array(gradient),
+                as_array(weight),
                 exp_avg.numpy(),
                 exp_avg_sq.numpy(),
                 threads=self._threads,
@@ -315,7 +316,3 @@ class FusedAdamW:
             )
         else:
             adamw(param, gradient, weight, exp_avg, exp_avg_sq, scratch=torch.empty_like(param), **settings)
-
-
-def _array(vector: Tensor) -> np.ndarray:
-    return vector.numpy() if vector.dtype == torch.float32 else words(vector).numpy().view(np.uint16)

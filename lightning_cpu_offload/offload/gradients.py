@@ -17,15 +17,15 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_cpu_offload import kernels
 from lightning_cpu_offload.kernels.threads import ThreadPool
-from lightning_cpu_offload.offload.bits import words
+from lightning_cpu_offload.offload.bits import as_array
 from lightning_cpu_offload.offload.clip import Clip
+from lightning_cpu_offload.offload.masters import Master
 from lightning_cpu_offload.offload.memory import HostMemory, allocate_ring
 from lightning_cpu_offload.offload.region import Region
 from lightning_cpu_offload.offload.transfer import Engine
@@ -255,10 +255,7 @@ class GradientStream:
             self._homes[master.tensor] = _Home(self, region, index, region.weights.dtype)
             if master.tensor.grad is not None:
                 self.absorb(master.tensor)
-            trained = master.tensor.requires_grad
-            master.tensor.requires_grad_(True)  # torch refuses hooks on what is frozen at the moment
-            self._handles.append(master.tensor.register_post_accumulate_grad_hook(self.absorb))
-            master.tensor.requires_grad_(trained)
+            self._handles.append(master.on_gradient(self.absorb))
 
     def detach(self) -> None:
         """Gradients stay where they are made again; those on the host are dropped."""
@@ -317,9 +314,20 @@ class GradientStream:
                 home.fresh = False
         self._flush()
 
-    def square_sum(self, parameter: Tensor) -> float:
-        """The sum of squares of a parameter's gradient; on the host thread, or after `finish`."""
-        return math.fsum(self._homes[parameter].squares.values())
+    def measure_now(self, masters: Sequence[Master]) -> tuple[list[str], float]:
+        """As `measure`, on the training thread: waits for these gradients first."""
+        self.complete(master.tensor for master in masters)
+        self.finish()
+        return self.measure(masters)
+
+    def measure(self, masters: Iterable[Master]) -> tuple[list[str], float]:
+        """Names of those whose gradient is not finite, and the L2 norm of all together.
+
+        To be called on the host thread, or after `finish`; costs nothing, as the squares came out of the summing.
+        """
+        squares = {master.name: math.fsum(self._homes[master.tensor].squares.values()) for master in masters}
+        bad = [name for name, square in squares.items() if not math.isfinite(square)]
+        return bad, math.sqrt(math.fsum(squares.values()))
 
     def clip(self, parameters: Iterable[Tensor], clip: Clip, *, later: bool = False) -> None:
         """Clip gradients; `later`: only before somebody looks at them or adds to them, as the step does it itself."""
@@ -327,17 +335,6 @@ class GradientStream:
             home.clip = clip if clip.changes else None
             if not later:
                 home.catch_up()
-
-    def norm(self, parameters: Iterable[Tensor]) -> float:
-        """L2 norm of these parameters' gradients together, waiting for them."""
-        kept = list(parameters)
-        self.complete(kept)
-        self.finish()
-        return math.sqrt(math.fsum(self.square_sum(parameter) for parameter in kept))
-
-    def total(self, parameter: Tensor) -> Tensor:
-        """The gradient of a parameter as it is on the host: FP32, in the parameter's shape."""
-        return self._homes[parameter].total()
 
     def warn_reader(self, name: str) -> None:
         """Say once that reading gradients costs transfers."""
@@ -411,8 +408,7 @@ class GradientStream:
 
     def _add(self, total: Tensor, gradient: Tensor, store: bool) -> float:
         if kernels.available():
-            bits = gradient.numpy() if gradient.dtype == torch.float32 else words(gradient).numpy().view(np.uint16)
-            return kernels.accumulate(total.numpy(), bits, store=store, threads=self._threads)
+            return kernels.accumulate(total.numpy(), as_array(gradient), store=store, threads=self._threads)
         total.copy_(gradient) if store else total.add_(gradient)
         return float(total.double().square().sum())
 

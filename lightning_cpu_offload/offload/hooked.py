@@ -125,7 +125,7 @@ class HookedOptimizer:
         if not due:
             return None
         if self._host.stream is not None:
-            return torch.tensor(self._host.stream.norm(master.tensor for master in due))
+            return torch.tensor(self._host.stream.measure_now(due)[1])
         norms = [_norm(master.tensor.grad) for master in due]
         return torch.linalg.vector_norm(torch.stack(norms))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from functools import partial
 
@@ -106,10 +105,10 @@ class KernelStep:
 
         def decide(checks: Tensor) -> bool:
             self._writes.adopt_hidden(checks)
-            sums = {master.name: stream.square_sum(master.tensor) for master in due}
-            bad.extend(name for name, square in sums.items() if not math.isfinite(square))
+            not_finite, norm = stream.measure(due)
+            bad.extend(not_finite)
             if not bad:
-                self._fused.clip = clip.with_norm(math.sqrt(math.fsum(sums.values())))
+                self._fused.clip = clip.with_norm(norm)
                 stream.clip([master.tensor for master in due], self._fused.clip, later=True)
             return self._go(bad)
 

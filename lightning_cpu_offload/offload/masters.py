@@ -62,6 +62,14 @@ class Master:
         self.tensor.data = view
         self.settle()
 
+    def on_gradient(self, function: Callable[[Tensor], None]) -> Any:
+        """Call `function` with the parameter whenever autograd has accumulated its gradient; returns the handle."""
+        trained = self.tensor.requires_grad
+        self.tensor.requires_grad_(True)  # torch refuses hooks on what is frozen at the moment
+        handle = self.tensor.register_post_accumulate_grad_hook(function)
+        self.tensor.requires_grad_(trained)
+        return handle
+
     def settle(self) -> None:
         """Master and compute copy agree as they are now."""
         self.ahead = False

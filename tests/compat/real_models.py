@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_cpu_offload.recipes.gpt import GPT
+from tests.models import ResidualBlock
 
 VOCABULARY, LENGTH = 32, 12
 
@@ -111,21 +112,6 @@ class LSTMLanguageModel(Real):
         return F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
 
 
-class Block(nn.Module):
-    """Two convolutions with batch norm and a way around them."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.first = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
-        self.first_norm = nn.BatchNorm2d(channels)
-        self.second = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
-        self.second_norm = nn.BatchNorm2d(channels)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = F.relu(self.first_norm(self.first(x)))
-        return F.relu(x + self.second_norm(self.second(hidden)))
-
-
 class ResNet(Real):
     """Residual blocks over images in channels-last memory, a pool, and a linear layer."""
 
@@ -137,9 +123,9 @@ class ResNet(Real):
             nn.Conv2d(3, 8, 3, padding=1, bias=False),
             nn.BatchNorm2d(8),
             nn.ReLU(),
-            Block(8),
+            ResidualBlock(8),
             nn.Conv2d(8, 16, 3, stride=2, padding=1),
-            Block(16),
+            ResidualBlock(16),
             nn.Flatten(),
             nn.Linear(256, 4),
         ).to(memory_format=torch.channels_last)
