@@ -158,7 +158,7 @@ class Attachment:
         if self.host is not None:
             self.host.before_backward()
         for optimizer in self.optimizers:
-            optimizer.before_backward()
+            optimizer.begin_early()
 
     def gradient(self, parameter: Tensor) -> Tensor | None:
         """The gradient of a parameter as it is now: FP32, on the CPU, in the parameter's shape; a copy."""

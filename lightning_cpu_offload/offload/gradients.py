@@ -162,7 +162,7 @@ class _Home:
         assert self.region.gradients is not None
         return self.region.view(self.region.gradients, self.index)
 
-    def catch_up(self) -> None:
+    def settle_clip(self) -> None:
         """Clip the sum as its step did."""
         clip, self.clip = self.clip, None
         if clip is not None:
@@ -181,7 +181,7 @@ class _Home:
     def total(self) -> Tensor:
         """The sum itself, FP32; what is cleared is zero."""
         self.stream.finish()
-        self.catch_up()
+        self.settle_clip()
         return self.sum().zero_() if self.fresh else self.sum()
 
     def read_back(self, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -334,7 +334,7 @@ class GradientStream:
         for home in (self._homes[parameter] for parameter in parameters):
             home.clip = clip if clip.changes else None
             if not later:
-                home.catch_up()
+                home.settle_clip()
 
     def warn_reader(self, name: str) -> None:
         """Say once that reading gradients costs transfers."""
@@ -400,7 +400,7 @@ class GradientStream:
             assert arena is not None
             if parcel.store:
                 parcel.home.clip = None
-            parcel.home.catch_up()
+            parcel.home.settle_clip()
             square = self._add(arena.flat(parcel.start, parcel.stop), part, parcel.store)
             parcel.home.squares[parcel.start] = square
             position += size

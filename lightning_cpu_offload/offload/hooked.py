@@ -151,7 +151,7 @@ class HookedOptimizer:
         if self._fused is not None:
             self._fused.inherit_on_fork()
 
-    def before_backward(self) -> None:
+    def begin_early(self) -> None:
         """A backward is about to begin."""
         if self._early is not None and self.is_fused:
             self._early.begin()

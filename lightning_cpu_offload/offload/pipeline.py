@@ -130,8 +130,7 @@ class Pipeline:
 
     @torch.no_grad()
     def open(self, flight: Flight) -> None:
-        """Begin a step under backward; it has no chunks yet."""
-        self.land()
+        """Begin a step under backward, after the one before has landed; it has no chunks yet."""
         self._leave_after_compute()
         self._fetch_checks(flight)
         self.opened = flight

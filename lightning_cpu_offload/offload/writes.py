@@ -53,8 +53,7 @@ class Writes:
             for index in sorted({piece.index for chunk in hit for piece in chunk.pieces}):
                 _require_exact(region.masters[index])
                 region.masters[index].adopt()
-        # The same hazard: the step, on another lane, would come before what was queued here.
-        self._pipeline.wait_for_device()
+        self._pipeline.wait_for_device()  # the same hazard: the step, on another lane, would come before what is queued
 
 
 def _require_exact(master: Master) -> None:
