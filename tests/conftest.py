@@ -37,6 +37,14 @@ def root(monkeypatch: pytest.MonkeyPatch) -> Path:
     return ROOT
 
 
+@pytest.fixture(autouse=True)
+def nothing_is_compiled() -> None:
+    """What another test compiled must not keep steps from overlapping here: dynamo counts for the whole process."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    if dynamo is not None:
+        dynamo.counters.clear()
+
+
 @pytest.fixture
 def text_file(tmp_path: Path) -> Path:
     """40 kB of text in which no line comes twice."""

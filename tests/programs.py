@@ -65,7 +65,7 @@ class Program(Case):
     """One training and what its loop does besides.
 
     Attributes:
-        update: "exact" or "delayed".
+        update: "exact", "delayed" or, of fits without clipping, "early".
         gradients: Where they live until the step, "device" or "host".
         habit: "none"; "reads" weights, gradients and state after each step; "saves" and loads them; "writes" into
             weights through `.data`; "zeroes" gradients in place; "keeps" them; "skips" a step with a gradient that is
@@ -156,6 +156,7 @@ def fit(program: Program, engine: Engine, **options: Any) -> list[Tensor]:
         gradients=program.gradients,  # type: ignore[arg-type]
         update=program.update,  # type: ignore[arg-type]
         exact_steps=EXACT_STEPS,
+        nonfinite="raise" if program.update == "early" else "skip",
         cpu_threads=1,
         precision_plugin=CPUOffloadPrecision(program.precision),  # type: ignore[arg-type]
     )

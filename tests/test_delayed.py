@@ -11,6 +11,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from torch import Tensor, nn
+from torch.overrides import BaseTorchFunctionMode
 
 from lightning_cpu_offload import CPUOffloadPrecision, CPUOffloadStrategy, kernels
 from lightning_cpu_offload.offload.attach import Attachment, Settings
@@ -176,14 +177,32 @@ def reader() -> Iterator[Reader]:
     loop.attachment.detach()
 
 
+def show_masters(attachment: Attachment) -> None:
+    with attachment.masters_shown(for_writing=True):
+        pass
+
+
 READS: dict[str, Callable[[Reader], Any]] = {
     "the module's state": lambda loop: loop.network.state_dict(),
     "a part's state": lambda loop: loop.network.inner.state_dict(),
     "the optimizer's state": lambda loop: loop.optimizer.state_dict(),
     "a moment": lambda loop: loop.optimizer.state[loop.network.inner.weight]["exp_avg"].sum(),
     "loading": lambda loop: loop.network.load_state_dict(loop.network.state_dict()),
+    "averages": lambda loop: show_masters(loop.attachment),
     "validation": lambda loop: loop.attachment.refresh(cast=False, trains=False),
 }
+
+
+def test_averages_drain_a_step_that_no_gate_guards() -> None:
+    """Another mode is active, so what they touch lands nothing."""
+    with BaseTorchFunctionMode():
+        loop = Reader()
+        for _ in range(3):
+            loop.step()
+        assert not loop.is_drained
+        show_masters(loop.attachment)
+        assert loop.is_drained
+        loop.attachment.detach()
 
 
 @pytest.mark.parametrize("what", READS)

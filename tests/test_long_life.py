@@ -6,6 +6,7 @@ import gc
 import multiprocessing
 import os
 import threading
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -156,8 +157,21 @@ def own_bytes_of_workers() -> list[int]:
     return [child.memory_full_info().uss for child in psutil.Process().children()]
 
 
-def own_bytes_after_training(strategy: Any) -> int:
+def own_bytes_after_training(inherited: bool) -> int:
     """Private bytes of the forked worker, once the parent has written to every page of its state several times."""
+    with pytest.MonkeyPatch.context() as patch:
+        if inherited:
+            patch.setattr(memory, "_advise", lambda *_: None)
+        return _own_bytes_after_training(offload())
+
+
+def in_a_fresh_process(inherited: bool) -> int:
+    """The same where nothing ran before: a worker would also hold copies of what other tests left behind."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(own_bytes_after_training, inherited).result()
+
+
+def _own_bytes_after_training(strategy: Any) -> int:
     seen: list[int] = []
 
     def look(trainer: pl.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -177,8 +191,7 @@ class TestWorkers:
     STATE = 80_000 * 100 * 12
 
     def test_hold_no_copies_of_the_masters(self) -> None:
-        assert own_bytes_after_training(offload()) < self.STATE / 2
+        assert in_a_fresh_process(inherited=False) < self.STATE / 2
 
-    def test_would_hold_them_if_the_pages_were_inherited(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(memory, "_advise", lambda *_: None)
-        assert own_bytes_after_training(offload()) > self.STATE
+    def test_would_hold_them_if_the_pages_were_inherited(self) -> None:
+        assert in_a_fresh_process(inherited=True) > self.STATE
