@@ -4,7 +4,7 @@ The optimizer stays the object the user made, of the class it has, with the modu
 `param_groups`; schedulers, callbacks and closures never see anything else.
 
     step(closure) -> pre-hook -> closure: forward, backward, clipping, on the module's parameters
-                              -> engage: the kernel is launched, and the body finds no gradients; or
+                              -> engage: the kernel is launched, and the body finds no parameters; or
                                  each parameter's data and gradient are its master's, for the body to step
                      body
                      post-hook -> disengage: gradients, or compute copies, back in place
@@ -72,7 +72,7 @@ class HookedOptimizer:
         self._trained = Trained(optimizer, build, order, converted)
         self._writes = Writes(self.regions, host.watch, host.pipeline)
         self._fused = (
-            FusedAdamW(optimizer, self.regions, host.threads, host.state_dtype) if is_adam(optimizer) else None
+            FusedAdamW(optimizer, self._trained, host.threads, host.state_dtype) if is_adam(optimizer) else None
         )
         self._early = (
             Early(self._fused, self._trained, host, self._writes) if self._fused is not None and host.early else None
@@ -164,8 +164,6 @@ class HookedOptimizer:
         self._host.pipeline.catch_up()
         self._admit()
         self._writes.adopt_seen()
-        for region in self.regions:
-            region.lay_out_gradients()
         due = self._trained.due()
         self._warn_without_gradients(found=bool(due))
         self.num_steps += 1
@@ -225,9 +223,13 @@ class HookedOptimizer:
 
     def _before_save(self, _optimizer: Any) -> None:
         self._host.land()
+        if self._kernel is not None:
+            self._kernel.end()  # a signal handler may save in the middle of a step
 
     def _after_save(self, _optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any] | None:
         resident = [index for index, parameter in enumerate(self.parameters()) if self._trained.is_resident(parameter)]
+        if self._kernel is not None and self._engaged is self._kernel:
+            self._kernel.hide()
         state = state_dict["state"]
         copies = {index: {**state[index], **_on_host(state[index])} for index in resident if index in state}
         return {**state_dict, "state": {**state, **copies}} if copies else None

@@ -29,6 +29,17 @@ _SLICE_NUMEL = 4 << 20
 """Elements compared at a time, so that reading the masters takes next to no memory."""
 
 
+class Standing:
+    """What masters that are stepped together have in common.
+
+    Attributes:
+        ahead: The host was stepped, and the new values are not yet in the compute copies.
+    """
+
+    def __init__(self) -> None:
+        self.ahead = False
+
+
 class Master:
     """One parameter or buffer of the module and its value on the host.
 
@@ -39,7 +50,7 @@ class Master:
             the master is resident.
         resident: It is on the device.
         view: The compute copy, on the device.
-        ahead: The host was stepped, and its new value is not yet in the compute copy.
+        standing: Shared with those that are stepped together with it.
     """
 
     def __init__(self, name: str, tensor: Tensor) -> None:
@@ -49,18 +60,23 @@ class Master:
         self.view = self.host
         self._address = self.view.data_ptr()
         self.resident = False
-        self.ahead = False
+        self.standing = Standing()
         self._exported: tuple[Tensor, int] | None = None  # a copy of a resident master that left, and its version then
         self._replacement: tuple[Tensor, Tensor] | None = None  # FP32 data put in the copy's place, and its cast
         self._dtype = tensor.dtype
-        self.settle()
+        self.note()
+
+    @property
+    def ahead(self) -> bool:
+        """Whether the host was stepped, and its new value is not yet in the compute copy."""
+        return self.standing.ahead
 
     def bind(self, view: Tensor) -> None:
         """Make `view` what the module computes with; its values must be those of the master."""
         self.view = view
         self._address = view.data_ptr()
         self.tensor.data = view
-        self.settle()
+        self.note()
 
     def on_gradient(self, function: Callable[[Tensor], None]) -> Any:
         """Call `function` with the parameter whenever autograd has accumulated its gradient; returns the handle."""
@@ -70,25 +86,25 @@ class Master:
         self.tensor.requires_grad_(trained)
         return handle
 
-    def settle(self) -> None:
-        """Master and compute copy agree as they are now."""
-        self.ahead = False
-        self.note()
-
     def note(self) -> None:
-        """Only later writes are news."""
+        """Master and compute copy agree as they are now: only later writes are news."""
         self._exported = self._replacement = None
         self._version = self.tensor._version
         self._host_version = self.host._version
 
+    def note_step(self) -> None:
+        """The compute copy's version was raised by one for a step; nobody else has written since `note`."""
+        self._exported = self._replacement = None
+        self._version += 1
+
     def replaced(self) -> bool:
         """Whether the module's data is no longer the compute copy but something put in its place."""
-        data = self.tensor.data
-        return data.data_ptr() != self._address or data.dtype != self.view.dtype or data.shape != self.view.shape
+        tensor, view = self.tensor, self.view
+        return tensor.data_ptr() != self._address or tensor.dtype != view.dtype or tensor.shape != view.shape
 
     def written(self) -> bool:
         """Whether torch saw a write to either side; it does not see writes through `.data`."""
-        return self.host_written() or self.tensor._version != self._version or self.replaced()
+        return self.tensor._version != self._version or self.replaced() or self.host_written()
 
     def host_written(self) -> bool:
         """Whether someone wrote into a tensor that `state_dict` returned: in a plain run, that is the weight."""

@@ -160,6 +160,12 @@ def own_storage(flat: Tensor, start: int, shape: torch.Size, stride: tuple[int, 
     return torch.empty(0, dtype=flat.dtype, device=flat.device).set_(part, 0, shape, stride)
 
 
+@torch.no_grad()
+def end_to_end(tensors: Sequence[Tensor], target: Tensor) -> None:
+    """Copy dense tensors, one behind the other, into a vector of their dtype and device, without memory between."""
+    torch.cat([tensor if tensor.dim() == 1 else tensor.view(-1) for tensor in tensors], out=target)
+
+
 def _buffers(memory: HostMemory, depth: int, nbytes: int, pin: bool) -> list[Tensor]:
     # In blocks of a ring's size: torch rounds page-locked blocks up to a power of two, which this one is.
     blocks = [min(BLOCK_DEPTH, depth - first) for first in range(0, depth, BLOCK_DEPTH)]

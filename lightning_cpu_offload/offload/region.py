@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_cpu_offload.offload.masters import Master
-from lightning_cpu_offload.offload.memory import Arena, HostMemory, own_storage
+from lightning_cpu_offload.offload.masters import Master, Standing
+from lightning_cpu_offload.offload.memory import Arena, HostMemory, end_to_end, own_storage
 from lightning_cpu_offload.offload.plan import Chunk, Piece, cut, offsets
 
 SMALL = 1 << 14
@@ -26,11 +26,10 @@ class Source:
 
     def copy_to(self, target: Tensor) -> None:
         """Lay them end to end in `target`, a vector on their device."""
-        vectors = [tensor.detach().view(-1) for tensor in self.tensors]
-        if len(vectors) == 1:
-            target.copy_(vectors[0])
+        if len(self.tensors) == 1:
+            target.copy_(self.tensors[0].detach().view(-1))
         else:
-            torch.cat(vectors, out=target)
+            end_to_end(self.tensors, target)
 
 
 class Region:
@@ -46,6 +45,7 @@ class Region:
 
     Attributes:
         resident: Whether they are there.
+        standing: Of all masters in it.
         master: FP32 values, one arena.
         weights: Compute copies, one device vector; each parameter's data is a view of it.
         gradients: FP32 gradients of the masters, once `allocate_gradients` was called.
@@ -66,10 +66,15 @@ class Region:
         self.masters = list(masters)
         self.offsets = offsets(numels)
         self.strides = [_dense_stride(master.host) for master in masters]
+        self._is_small = [
+            master.host.numel() < SMALL and stride == torch.empty(master.host.shape, device="meta").stride()
+            for master, stride in zip(self.masters, self.strides, strict=True)
+        ]
         self.numel = self.offsets[-1]
         self.chunk_numel = max(1, slot_bytes // dtype.itemsize)
         self.chunks = cut(numels, self.chunk_numel)
         self.resident = resident
+        self.standing = Standing()
         self._memory = memory
         self._device = device
         self.master = self.arena("masters")
@@ -108,12 +113,11 @@ class Region:
         found: list[Source] = []
         open_until = -1  # where a small gradient may join the last source
         for piece in chunk.pieces:
-            gradient = self.masters[piece.index].tensor.grad
-            if gradient is None or gradient.layout != torch.strided:
+            gradient = self._laid_out(piece.index)
+            if gradient is None:
                 continue
             size = piece.stop - piece.start
-            small = size == gradient.numel() < SMALL and gradient.is_contiguous()
-            small = small and gradient.dtype == self.weights.dtype
+            small = self._is_small[piece.index] and size == gradient.numel() and gradient.dtype is self.weights.dtype
             if not small:
                 flat = gradient.detach().as_strided((gradient.numel(),), (1,))
                 found.append(Source(piece.start, piece.stop, [flat[piece.offset : piece.offset + size]]))
@@ -129,29 +133,32 @@ class Region:
         """Which of its chunks a chunk is."""
         return chunk.start // self.chunk_numel
 
-    def lay_out_gradients(self) -> None:
-        """Give gradients the layout of their parameters; autograd nearly always has done so."""
-        for master, stride in zip(self.masters, self.strides, strict=True):
-            tensor, gradient = master.tensor, master.tensor.grad
-            if gradient is None or gradient.layout != torch.strided:
-                continue  # sparse: the optimizer takes it as it is, or refuses it
-            dtype = _gradient_dtype(tensor, gradient)
-            if not _same_layout(gradient, stride) or gradient.dtype != dtype:
-                laid_out = torch.empty_strided(gradient.shape, stride, dtype=dtype, device=gradient.device)
-                tensor.grad = None
-                tensor.grad = laid_out.copy_(gradient)
-
     def inherit_on_fork(self) -> None:
         """Make the host memory ordinary for children of this process, once training is over."""
         for arena in (self.master, self.gradients):
             if arena is not None:
                 arena.inherit_on_fork()
 
+    def _laid_out(self, index: int) -> Tensor | None:
+        """The dense gradient of parameter `index` in the parameter's layout; autograd nearly always has made it so."""
+        tensor, stride = self.masters[index].tensor, self.strides[index]
+        gradient = tensor.grad
+        if gradient is None or gradient.layout is not torch.strided:
+            return None  # sparse: the optimizer takes it as it is, or refuses it
+        if gradient.stride() == stride and gradient.dtype is self.weights.dtype:
+            return gradient
+        dtype = _gradient_dtype(tensor, gradient)
+        if gradient.dtype != dtype or not _same_layout(gradient, stride):
+            laid_out = torch.empty_strided(gradient.shape, stride, dtype=dtype, device=gradient.device)
+            tensor.grad = None
+            tensor.grad = gradient = laid_out.copy_(gradient)
+        return gradient
+
     def _take_over(self, index: int) -> None:
         master = self.masters[index]
         host = self.view(self.master, index)
         host.copy_(master.host)
-        master.host, master.resident = host, self.resident
+        master.host, master.resident, master.standing = host, self.resident, self.standing
         view = own_storage(self.weights, self.offsets[index], host.shape, self.strides[index])
         view.copy_(host)
         gradient = master.tensor.grad

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_cpu_offload.offload.memory import end_to_end
 from lightning_cpu_offload.offload.worker import Task, Worker
 
 Lane = Literal["compute", "d2h", "h2d"]
@@ -159,7 +160,7 @@ class InlineEngine(HostThread):
 
     @override
     def gather(self, lane: Lane, dst: Tensor, sources: Sequence[Tensor]) -> None:
-        dst.copy_(_end_to_end(sources))
+        end_to_end(sources, dst)
 
     @override
     def launch(
