@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -112,17 +112,16 @@ class FusedAdamW:
             if region.resident and len(self._scratch) < region.chunk_numel:
                 self._scratch = torch.empty(region.chunk_numel, dtype=torch.float32, device=region.weights.device)
 
-    def begin(self, due: Iterable[Master]) -> None:
+    def begin(self, due: Sequence[Master]) -> None:
         """Read the settings of every group, and the group of what is due; later changes do not count."""
         self._read_settings()
         for master in due:
-            assert master.tensor.grad is not None
-            if master.tensor.grad.is_sparse:
+            if (gradient := master.tensor.grad) is not None and gradient.is_sparse:
                 raise RuntimeError(
                     f"{master.name}: {type(self._optimizer).__name__} does not support sparse gradients. "
                     "Use torch.optim.SparseAdam for it, or build the embedding with sparse=False."
                 )
-        self._groups = self._trained.due_groups()
+        self._groups = self._trained.groups(due)
         self._strange = [
             (region, index)
             for region, groups in self._groups.items()

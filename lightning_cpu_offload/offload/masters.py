@@ -58,7 +58,7 @@ class Master:
         self.tensor = tensor
         self.host = tensor.data.to("cpu")
         self.view = self.host
-        self._address = self.view.data_ptr()
+        self._remember(self.view)
         self.resident = False
         self.standing = Standing()
         self._exported: tuple[Tensor, int] | None = None  # a copy of a resident master that left, and its version then
@@ -74,7 +74,7 @@ class Master:
     def bind(self, view: Tensor) -> None:
         """Make `view` what the module computes with; its values must be those of the master."""
         self.view = view
-        self._address = view.data_ptr()
+        self._remember(view)
         self.tensor.data = view
         self.note()
 
@@ -99,8 +99,8 @@ class Master:
 
     def replaced(self) -> bool:
         """Whether the module's data is no longer the compute copy but something put in its place."""
-        tensor, view = self.tensor, self.view
-        return tensor.data_ptr() != self._address or tensor.dtype != view.dtype or tensor.shape != view.shape
+        tensor = self.tensor
+        return tensor.data_ptr() != self._address or tensor.dtype is not self._view_dtype or tensor.shape != self._shape
 
     def written(self) -> bool:
         """Whether torch saw a write to either side; it does not see writes through `.data`."""
@@ -206,6 +206,10 @@ class Master:
         self.tensor.grad = None
         self.host = self.host.to("cpu")
         self.tensor.data = self.host if self.host.dtype == self._dtype else self.host.to(self._dtype)
+
+    def _remember(self, view: Tensor) -> None:
+        """What `replaced` compares with: at each step, and the view itself is seldom in the processor's caches."""
+        self._address, self._view_dtype, self._shape = view.data_ptr(), view.dtype, view.shape
 
     def _data(self) -> Tensor:
         data = self.tensor.data

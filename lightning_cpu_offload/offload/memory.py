@@ -9,6 +9,7 @@ next optimizer step writes. What is to stay on the device is a vector there, wit
 from __future__ import annotations
 
 import contextlib
+import math
 import mmap
 import warnings
 from collections.abc import Sequence
@@ -42,7 +43,7 @@ class HostArena:
 
     def tensor(self, start: int, shape: Sequence[int], stride: Sequence[int]) -> Tensor:
         """A view of the elements from `start`, with its own storage of exactly its own size."""
-        numel = int(np.prod(shape, dtype=np.int64))
+        numel = math.prod(shape)
         if numel == 0:
             return torch.empty(tuple(shape), dtype=torch.float32, device="cpu")
         flat = torch.frombuffer(self._map, dtype=torch.float32, offset=start * _FLOAT_BYTES, count=numel)

@@ -111,13 +111,13 @@ class Region:
     def sources(self, chunk: Chunk) -> list[Source]:
         """The dense gradients of a chunk, laid out like their parameters; small neighbours together."""
         found: list[Source] = []
-        open_until = -1  # where a small gradient may join the last source
+        dtype, open_until = self.weights.dtype, -1  # where a small gradient may join the last source
         for piece in chunk.pieces:
             gradient = self._laid_out(piece.index)
             if gradient is None:
                 continue
             size = piece.stop - piece.start
-            small = self._is_small[piece.index] and size == gradient.numel() and gradient.dtype is self.weights.dtype
+            small = self._is_small[piece.index] and size == gradient.numel() and gradient.dtype is dtype
             if not small:
                 flat = gradient.detach().as_strided((gradient.numel(),), (1,))
                 found.append(Source(piece.start, piece.stop, [flat[piece.offset : piece.offset + size]]))

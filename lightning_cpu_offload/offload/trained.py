@@ -87,19 +87,22 @@ class Trained:
 
     def due(self) -> list[Master]:
         """Masters of the optimizer's own parameters that have a gradient."""
+        self.look()
         return [
             master
-            for region, groups in self.due_groups().items()
+            for region, groups in self._groups.items()
             for master, group in zip(region.masters, groups, strict=True)
-            if group is not None
+            if group is not None and master.tensor.grad is not None
         ]
 
-    def due_groups(self) -> dict[Region, list[int | None]]:
-        """The group of each master of each region; None for what has no gradient, or has left the optimizer."""
-        self.look()
+    def groups(self, due: Sequence[Master]) -> dict[Region, list[int | None]]:
+        """The group of each master of each region, None for what is not due."""
+        if len(due) == len(self.masters):
+            return self._groups
+        stepped = {master.tensor for master in due}
         return {
             region: [
-                group if group is not None and master.tensor.grad is not None else None
+                group if master.tensor in stepped else None
                 for master, group in zip(region.masters, groups, strict=True)
             ]
             for region, groups in self._groups.items()
