@@ -19,8 +19,8 @@ from lightning_cpu_offload.averages import Averages
 from lightning_cpu_offload.checkpoint import StreamingCheckpointIO
 from lightning_cpu_offload.compare import require_module_fits, require_optimizers_fit
 from lightning_cpu_offload.namespaces import in_each_namespace, join, namespace_of, pl, rank_zero
+from lightning_cpu_offload.offload.adam import is_fused
 from lightning_cpu_offload.offload.attach import Attachment, Settings
-from lightning_cpu_offload.offload.fused import is_fused
 from lightning_cpu_offload.offload.mapped import give_back
 from lightning_cpu_offload.offload.moments import STATE_DTYPES
 from lightning_cpu_offload.offload.pipeline import BETWEEN_STEPS
@@ -365,7 +365,7 @@ class StrategyHooks(Base):
             f"{self.precision_plugin.precision} with {_mib(attachment.weight_bytes)} of weights{kept}; the host holds "
             f"{_mib(attachment.memory.nbytes)}, of it a {'pinned' if pipeline.pinned else 'pageable'} ring of "
             f"{_mib(attachment.memory.bytes_by_name['ring'])}; {steps or 'no optimizer'}; "
-            f"threads: {attachment.threads.num_threads}"
+            f"threads: {attachment.threads.num_threads}; kernels ready in {attachment.warm_up_seconds:.1f} s"
         )
 
 
