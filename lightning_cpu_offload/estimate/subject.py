@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_cpu_offload.estimate.fakes import DtypeRule, WorstCase, without_trainer
 from lightning_cpu_offload.estimate.work import Unit
-from lightning_cpu_offload.offload.fused import is_fused
+from lightning_cpu_offload.offload.adam import is_fused
 
 ADAM_STATE_BYTES = 8
 

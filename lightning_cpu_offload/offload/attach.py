@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from lightning_cpu_offload import kernels
 from lightning_cpu_offload.kernels.threads import ThreadPool
+from lightning_cpu_offload.offload.adam import state_bytes
 from lightning_cpu_offload.offload.budget import Bytes, available, free_device, needs, require_fits
 from lightning_cpu_offload.offload.flight import StepReport
-from lightning_cpu_offload.offload.fused import state_bytes
 from lightning_cpu_offload.offload.gate import Gate
 from lightning_cpu_offload.offload.gradients import GradientStream, HostGradient
 from lightning_cpu_offload.offload.hooked import HookedOptimizer
@@ -54,7 +54,8 @@ class Settings:
         exact_steps: With delayed updates, so many steps are exact first.
         nonfinite: What to do when a gradient is not finite: `"skip"` the step, or `"raise"`.
         pin_memory: Page-lock the staging buffers: True, False, or `"auto"` (where the machine allows it).
-        cpu_threads: Threads of the host step; None: one for each physical core this process may use.
+        cpu_threads: Threads of the host step; None: one for each physical core this process may use, less the one that
+            the training thread works on meanwhile.
         check_memory: Compare what is needed with what is free before anything is allocated.
         device_fraction: Part of the masters and moments that is kept and stepped on the device.
         device_memory: The same as a number of bytes; None: by the fraction.
@@ -100,8 +101,8 @@ class Attachment:
         settings: Settings,
     ) -> None:
         _require_initialised(module)
-        self.memory = HostMemory()
         self.threads = ThreadPool(settings.cpu_threads)
+        self.memory = HostMemory(self.threads)
         self._device = device
         self._rule = rule
         self._owners = {tensor: owner for owner, tensor in _tensors(module)}
@@ -113,6 +114,7 @@ class Attachment:
         self._slot_bytes = _slot_bytes(module, BORDER_BYTES[settings.state_dtype])
         self.optimizers: list[HookedOptimizer] = []
         self.host: Host | None = None
+        self.warm_up_seconds = 0.0
         self._hooks = StateDictHooks(module, self._masters, self.land)
         try:
             if optimizers:
@@ -250,6 +252,8 @@ class Attachment:
             pin_required = settings.pin_memory is True
             require_fits(self._needs(optimizers, settings), available(self._device), pin_required=pin_required)
         engine = make_engine(self._device)
+        if settings.cpu_threads is None:
+            self.threads.leaves_one = engine.training_goes_on
         watch = Watch(self.threads, engine)
         # The staging buffers come first: page-locked memory is the scarcest.
         pipeline = Pipeline(
@@ -274,7 +278,9 @@ class Attachment:
             state_dtype=settings.state_dtype,
         )
         if kernels.available():
-            kernels.warm_up(host_gradients=self.host.stream is not None, state_dtype=settings.state_dtype)
+            self.warm_up_seconds = kernels.warm_up(
+                host_gradients=self.host.stream is not None, state_dtype=settings.state_dtype
+            )
         for optimizer in optimizers:
             self.optimizers.append(
                 HookedOptimizer(optimizer, self.host, self._build_regions, self._order, self._masters)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -12,66 +11,19 @@ from torch import Tensor
 
 from lightning_cpu_offload import kernels
 from lightning_cpu_offload.kernels.threads import ThreadPool
+from lightning_cpu_offload.offload.adam import Hyperparameters
 from lightning_cpu_offload.offload.adam_state import AdamState
 from lightning_cpu_offload.offload.bits import as_array
 from lightning_cpu_offload.offload.clip import Clip
 from lightning_cpu_offload.offload.device_step import DeviceStep, Run, adamw
 from lightning_cpu_offload.offload.masters import Master
-from lightning_cpu_offload.offload.moments import FloatMoments, ReducedMoments, moment_bytes
+from lightning_cpu_offload.offload.moments import FloatMoments, ReducedMoments
 from lightning_cpu_offload.offload.plan import Chunk
 from lightning_cpu_offload.offload.region import Region, Source
 from lightning_cpu_offload.offload.trained import Trained
 
 Due = tuple[int, int]
 """The step a parameter is about to make: its number, from 1, and the index of its parameter group."""
-
-UNFUSED = ("amsgrad", "differentiable")
-"""Options with which torch's own step is needed."""
-
-
-@dataclass(frozen=True)
-class Hyperparameters:
-    """One parameter group's settings at one step, as plain numbers."""
-
-    lr: float
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
-    decoupled: bool
-    grad_scale: float
-
-    @classmethod
-    def of(cls, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Hyperparameters:
-        """Read a group; it is read anew at each step because schedulers and users change it."""
-        beta1, beta2 = group["betas"]
-        return cls(
-            lr=float(group["lr"]),
-            beta1=float(beta1),
-            beta2=float(beta2),
-            eps=float(group["eps"]),
-            weight_decay=float(group["weight_decay"]),
-            decoupled=bool(group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW))),
-            grad_scale=-1.0 if group["maximize"] else 1.0,
-        )
-
-
-def is_adam(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether this is torch's own Adam or AdamW; a subclass may step differently."""
-    return type(optimizer) in (torch.optim.AdamW, torch.optim.Adam)
-
-
-def is_fused(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the kernel computes what this optimizer's own step would, with the settings it has now."""
-    return is_adam(optimizer) and not any(group[name] for group in optimizer.param_groups for name in UNFUSED)
-
-
-def state_bytes(optimizer: torch.optim.Optimizer, state_dtype: str = "float32") -> float:
-    """Bytes on the host for each parameter besides its master: Adam's moments, else a gradient and about one moment."""
-    if is_fused(optimizer):
-        return moment_bytes(state_dtype)
-    plain = type(optimizer) is torch.optim.SGD and not any(group["momentum"] for group in optimizer.param_groups)
-    return 4 if plain else 8
 
 
 class FusedAdamW:

@@ -25,10 +25,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_cpu_offload.offload.adam import is_adam, is_fused
 from lightning_cpu_offload.offload.body_step import BodyStep, own_state
 from lightning_cpu_offload.offload.clip import Clip
 from lightning_cpu_offload.offload.early import Early
-from lightning_cpu_offload.offload.fused import FusedAdamW, is_adam, is_fused
+from lightning_cpu_offload.offload.fused import FusedAdamW
 from lightning_cpu_offload.offload.host import Host
 from lightning_cpu_offload.offload.kernel_step import KernelStep
 from lightning_cpu_offload.offload.masters import Master

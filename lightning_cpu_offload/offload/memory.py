@@ -19,7 +19,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_cpu_offload.kernels.threads import ThreadPool
+
 _FLOAT_BYTES = 4
+
+TOUCH_NUMEL = (2 << 20) // _FLOAT_BYTES
+"""Elements of the largest page that the system may choose."""
 
 BLOCK_DEPTH = 4
 """Staging buffers in one allocation."""
@@ -28,18 +33,24 @@ BLOCK_DEPTH = 4
 class HostArena:
     """`numel` FP32 zeros in one mapping of exactly that size.
 
+    Args:
+        numel: Number of elements.
+        threads: Who touches the pages first, which decides on what memory node they are: the threads that will step
+            them; None: the calling one.
+
     Attributes:
         numel: Number of elements.
         nbytes: Their size.
         array: All elements, float32[numel].
     """
 
-    def __init__(self, numel: int) -> None:
+    def __init__(self, numel: int, threads: ThreadPool | None = None) -> None:
         self.numel = numel
         self.nbytes = numel * _FLOAT_BYTES
         self._map = _map(self.nbytes)
         self.array: np.ndarray = np.frombuffer(self._map, dtype=np.float32, count=numel)
-        self.array.fill(0)  # touch every page now: memory that is not there must show before training begins
+        # Every page is touched now: memory that is not there must show before training begins.
+        (threads or ThreadPool(1)).map(self._touch, range(0, numel, TOUCH_NUMEL))
 
     def tensor(self, start: int, shape: Sequence[int], stride: Sequence[int]) -> Tensor:
         """A view of the elements from `start`, with its own storage of exactly its own size."""
@@ -56,6 +67,9 @@ class HostArena:
     def inherit_on_fork(self) -> None:
         """Let children inherit the pages again, once the views are ordinary weights after training."""
         _advise(self._map, "MADV_DOFORK")
+
+    def _touch(self, start: int) -> None:
+        self.array[start : start + TOUCH_NUMEL].fill(0)
 
 
 class DeviceArena:
@@ -89,12 +103,16 @@ Arena = HostArena | DeviceArena
 class HostMemory:
     """Allocates what the offload keeps on the host and knows how much that is.
 
+    Args:
+        threads: The pool that will step it, as for `HostArena`.
+
     Attributes:
         bytes_by_name: Bytes held on the host, by purpose.
         device_bytes: Bytes of arenas on the device instead.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, threads: ThreadPool | None = None) -> None:
+        self._threads = threads
         self.bytes_by_name: dict[str, int] = {}
         self.device_bytes = 0
 
@@ -105,7 +123,7 @@ class HostMemory:
 
     def arena(self, name: str, numel: int) -> HostArena:
         """An FP32 arena, counted under `name`."""
-        arena = HostArena(numel)
+        arena = HostArena(numel, self._threads)
         self._count(name, arena.nbytes)
         return arena
 

@@ -45,11 +45,13 @@ class Engine(Protocol):
     Attributes:
         device: Where the module computes.
         overlaps: Whether it pays to let the training thread go on while host work runs.
+        awaited: Whether a thread waits for host work.
         marks: Where `mark` writes; None: nobody records.
     """
 
     device: torch.device
     overlaps: bool
+    awaited: bool = False
     marks: list[Mark] | None = None
 
     def event(self) -> Any:
@@ -90,6 +92,10 @@ class Engine(Protocol):
     def shutdown(self) -> None:
         """End the host thread, after the work it has."""
 
+    def training_goes_on(self) -> bool:
+        """Whether the training thread has work of its own while host work runs."""
+        return self.overlaps and not self.awaited
+
     def record_marks(self) -> list[Mark]:
         """Begin to record; it ends where `marks` becomes None again."""
         self.marks = []
@@ -118,7 +124,11 @@ class HostThread(Engine):
 
     @override
     def finish(self, task: Task) -> None:
-        task.wait()
+        self.awaited = True
+        try:
+            task.wait()
+        finally:
+            self.awaited = False
 
     @override
     def clear_error(self) -> None:
