@@ -20,6 +20,9 @@ from lightning_cpu_offload import CPUOffloadStrategy
 from lightning_cpu_offload.kernels import physical_cores
 from lightning_cpu_offload.namespaces import pl
 
+LIMIT = 1.5
+"""What many tensors may cost at most, as a multiple of one."""
+
 
 class Vectors(pl.LightningModule):
     """As many elements in one tensor and in many, stepped by hand in turns by an optimizer each."""
@@ -71,7 +74,8 @@ def main() -> None:
     print(", ".join(f"{key} {value}" for key, value in describe_machine().items()), f"threads {args.threads}\n")
     times = measure(args.tensors, args.elements, args.rounds, args.threads)
     ratio = statistics.median(many / one for one, many in zip(times["one"], times["many"], strict=True))
-    print(f"{args.tensors:,} tensors of {args.elements:,} over one of {args.tensors * args.elements:,}: {ratio:.2f}")
+    print(f"{args.tensors:,} tensors of {args.elements:,} over one of {args.tensors * args.elements:,}: ", end="")
+    print(f"{ratio:.2f} (limit {LIMIT})")
     one, many = (statistics.median(times[name]) for name in ("one", "many"))
     print(f"above one, for each tensor: {(many - one) / args.tensors * 1e3:.1f} microseconds")
     for name, found in times.items():

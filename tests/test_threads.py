@@ -55,9 +55,9 @@ def test_two_at_once_cannot_meet_three() -> None:
 
 
 def test_one_thread_less_works_while_one_is_left_to_somebody_else() -> None:
-    pool, left = ThreadPool(3), False
-    pool.leaves_one = lambda: left
-    for left, working in ((False, 3), (True, 2), (False, 3)):
+    pool, leaves = ThreadPool(3), [False]
+    pool.leaves_one = lambda: leaves[0]
+    for leaves[0], working in ((False, 3), (True, 2), (False, 3)):
         barrier = threading.Barrier(working, timeout=30)
 
         def meet(_: int, barrier: threading.Barrier = barrier) -> int:
