@@ -13,7 +13,7 @@ import pytest
 
 from lightning_cpu_offload.estimate.schedule import Schedule, Staging
 from lightning_cpu_offload.estimate.time import POLICIES, StepTime, step_time
-from lightning_cpu_offload.estimate.timeline import LANES, Task, Timeline
+from lightning_cpu_offload.estimate.timeline import LANES, Task, Timeline, busy
 from lightning_cpu_offload.estimate.work import Load, Rates, Unit, Window, loads
 
 GEN4 = Rates(flops=35e12, d2h=24e9, h2d=24e9, host=60e9, device=570e9)
@@ -256,7 +256,7 @@ def test_a_lane_works_in_the_order_it_was_given() -> None:
     assert line.add("host", "a", 2.0, 1.0) == 3.0
     assert line.add("host", "b", 1.0) == 4.0
     assert line.add("d2h", "c", 1.0, 3.5, 0.5) == 4.5
-    assert line.busy("host", 2.0, 3.5) == 1.5
+    assert busy(line.tasks, "host", 2.0, 3.5) == 1.5
 
 
 @pytest.mark.slow

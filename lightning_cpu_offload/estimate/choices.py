@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from lightning_cpu_offload.estimate.memory import CannotRun, Choice, Compute, DeviceMemory, device_memory, weight_bytes
+from lightning_cpu_offload.estimate.memory import CannotRun, Compute, Course, DeviceMemory, course, weight_bytes
+from lightning_cpu_offload.estimate.replay import Keeping
 from lightning_cpu_offload.estimate.schedule import Staging
 from lightning_cpu_offload.estimate.subject import Subject, subject
 from lightning_cpu_offload.estimate.time import StepTime, step_time
@@ -22,8 +23,8 @@ CONTEXT_BYTES = 400 << 20
 PROCESS_BYTES = 1 << 30
 """Python, torch, and the host's side of a device context."""
 
-RECOMPUTES = 2.5
-"""Operations of backward for each one of forward above which activations are being computed again."""
+RECOMPUTES = 0.25
+"""Part of the forward above which, where backward computes it again, the module is taken to do so on purpose."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,8 @@ class Survey:
     accumulate: int = 1
     clip: bool = False
     reason: str = ""
-    _tracked: dict[tuple[Any, ...], DeviceMemory] = field(default_factory=dict)
+    _courses: dict[tuple[bool, bool], Course] = field(default_factory=dict)
+    _tracked: dict[tuple[bool, bool, Keeping], DeviceMemory] = field(default_factory=dict)
 
     @cached_property
     def subject(self) -> Subject:
@@ -157,7 +159,7 @@ class Survey:
     def _recomputes(self) -> bool:
         tracked = self._track(WAYS[1])
         forward = sum(tracked.forward_flops.values())
-        return bool(forward) and tracked.backward_flops > RECOMPUTES * forward
+        return tracked.recomputed_flops > RECOMPUTES * forward
 
     def _compute(self, way: Way) -> Compute:
         if way.policy != "device":
@@ -165,23 +167,21 @@ class Survey:
         return Compute(context=lambda: torch.autocast("cpu", dtype=torch.bfloat16))
 
     def _track(self, way: Way) -> DeviceMemory:
-        key = (way.gradients, way.policy == "device", way.checkpointing)
-        if key not in self._tracked:
-            choice = Choice(
-                gradients=way.gradients,
-                in_flight_bytes=self.staging.in_flight_bytes,
-                accumulating=self.accumulate > 1,
-                checkpointing=way.checkpointing,
-            )
-            self._tracked[key] = device_memory(
+        key = way.policy == "device", way.checkpointing
+        if key not in self._courses:
+            self._courses[key] = course(
                 self.module,
                 self.batch,
                 self._compute(way),
-                choice,
+                checkpointing=way.checkpointing,
                 optimizers=self.subject.optimizers,
                 trained=set(self.subject.group_of),
             )
-        return self._tracked[key]
+        keeping = Keeping(way.gradients, self.staging.in_flight_bytes, accumulating=self.accumulate > 1)
+        known = (*key, keeping)
+        if known not in self._tracked:
+            self._tracked[known] = self._courses[key].memory(keeping)
+        return self._tracked[known]
 
     def _device(self, way: Way) -> DeviceMemory:
         if not self.reason:

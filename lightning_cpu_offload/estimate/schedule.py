@@ -75,11 +75,15 @@ class Schedule:
 
     def micro_batches(self) -> list[float]:
         """Add all forwards and backwards; returns when the last backward of each parameter ends."""
-        ends: list[float] = []
-        for _ in range(self.window.accumulate):
+        for _ in range(self.window.accumulate - 1):
             self.forward()
-            ends = [self.backward(index) for index in reversed(range(len(self._weights)))][::-1]
-        return ends
+            self.whole_backward()
+        self.forward()
+        return [self.backward(index) for index in reversed(range(len(self._weights)))][::-1]
+
+    def whole_backward(self) -> None:
+        """Add a backward after which nothing begins, in one piece."""
+        self.compute("backward", self.window.flops * self.window.backward)
 
     def forward(self) -> None:
         """Add a forward; its first one waits for each parameter in turn."""

@@ -28,7 +28,7 @@ from lightning_cpu_offload.estimate.schedule import (
     Schedule,
     Staging,
 )
-from lightning_cpu_offload.estimate.timeline import LANES, Lane, Task
+from lightning_cpu_offload.estimate.timeline import LANES, Lane, Task, busy
 from lightning_cpu_offload.estimate.work import Load, Rates, Unit, Window, loads
 
 
@@ -82,6 +82,15 @@ class Delayed(Schedule):
         super().__init__(window, rates, staging)
         self._stepped: dict[Load, float] = {}
         self._left = [0.0] * len(window.units)  # when each parameter's gradient has left the device
+
+    def whole_backward(self) -> None:
+        """In one piece once all gradients of the window before are known to have left."""
+        if not any(self._left):
+            super().whole_backward()
+            return
+        for index in reversed(range(len(self._left))):
+            self.backward(index)
+        self._left = [0.0] * len(self._left)
 
     def backward(self, index: int, *after: float) -> float:
         """Waits for the gradient of the window before to have left."""
@@ -225,10 +234,7 @@ def step_time(window: Window, rates: Rates, staging: Staging, policy: str, windo
     schedule = POLICIES[policy](window, rates, staging)
     ends = [schedule.run() for _ in range(windows)]
     begin, end = ends[-2:]
-    tasks = tuple(
-        Task(task.lane, task.name, task.start - begin, task.end - begin)
-        for task in schedule.line.tasks
-        if task.end > begin and task.start < end
-    )
-    busy = {lane: schedule.line.busy(lane, begin, end) for lane in LANES}
-    return StepTime(end - begin, busy, tasks)
+    tasks = schedule.line.between(begin, end)
+    lanes = {lane: busy(tasks, lane, begin, end) for lane in LANES}
+    moved = (Task(task.lane, task.name, task.start - begin, task.end - begin) for task in tasks)
+    return StepTime(end - begin, lanes, tuple(moved))
