@@ -25,7 +25,7 @@ from lightning_cpu_offload.estimate.fakes import (
     without_values,
 )
 from lightning_cpu_offload.estimate.replay import Keeping, Replay
-from lightning_cpu_offload.estimate.tracker import BATCH, Event, Tracker
+from lightning_cpu_offload.estimate.tracker import BATCH, Change, Tracker
 
 
 class CannotRun(RuntimeError):
@@ -99,7 +99,7 @@ class Course:
         figures: Operations and guesses, by their names in `DeviceMemory`.
     """
 
-    events: Sequence[Event]
+    events: Sequence[Change]
     figures: dict[str, Any]
 
     def memory(self, keeping: Keeping) -> DeviceMemory:

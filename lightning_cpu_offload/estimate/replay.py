@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from lightning_cpu_offload.estimate.allocator import reserved_peak
-from lightning_cpu_offload.estimate.tracker import GRADIENTS, IN_FLIGHT, Event, Freed, Gradient, Left, Made, Renamed
+from lightning_cpu_offload.estimate.tracker import GRADIENTS, IN_FLIGHT, Change, Freed, Gradient, Left, Made, Renamed
 
 Gradients = Literal["device", "host"]
 
@@ -69,7 +69,7 @@ class Replay:
         """The most bytes a caching allocator holds over the course."""
         return max(self.peak, reserved_peak(self._trace))
 
-    def run(self, events: Iterable[Event]) -> Replay:
+    def run(self, events: Iterable[Change]) -> Replay:
         """Go through a course."""
         for event in events:
             match event:

@@ -24,6 +24,7 @@ class Estimate:
         accumulate: Micro-batches of an optimizer step.
         vram: Bytes the device has; None: not asked.
         ram: Bytes the host has; None: not asked.
+        configured: Name of the row that is what the strategy was given; None: no strategy of this package.
         reason: Why the step could not be run on fakes; empty if it was.
         notes: What else to know.
     """
@@ -35,6 +36,7 @@ class Estimate:
     accumulate: int
     vram: int | None = None
     ram: int | None = None
+    configured: str | None = None
     reason: str = ""
     notes: tuple[str, ...] = ()
 
@@ -79,6 +81,7 @@ class Estimate:
             "rows": [self._row_to_dict(row) for row in self.rows],
             "fits": bool(self.fitting),
             "fastest": fastest,
+            "configured": self.configured,
             "largest_parameters": self.largest if self.vram is not None or self.ram is not None else None,
             "reason": self.reason,
             "notes": list(self.notes),
@@ -128,16 +131,21 @@ class Estimate:
             lines.append(f"{row.name:{width}}  {sizes} {row.checkpoint_bytes / MB:13.0f} {step:>8}{verdict}")
         return lines
 
+    @property
+    def _own(self) -> Row:
+        """The row whose parts are shown: what is configured, or what is the default."""
+        return next((row for row in self.rows if row.name == self.configured), self.rows[1])
+
     def _peaks(self) -> list[str]:
         lines = []
-        for row in self.rows[:2]:
+        for row in (self.rows[0], self._own):
             parts = {**row.device.by_category, "allocator": row.device.reserved - row.device.peak}
             parts["context"] = CONTEXT_BYTES
             lines.append(f"device, {row.name}: {_parts(parts)}; peak at {row.device.operation}")
         return lines
 
     def _hosts(self) -> list[str]:
-        return [f"host, {self.rows[1].name}: {_parts(self.rows[1].host)}"]
+        return [f"host, {self._own.name}: {_parts(self._own.host)}"]
 
     def _rates(self) -> list[str]:
         rates, sources = self.hardware.rates, self.hardware.sources
@@ -154,17 +162,22 @@ class Estimate:
     def _verdict(self) -> list[str]:
         if self.vram is None and self.ram is None:
             return []
-        fitting = self.fitting
+        fitting, lines = self.fitting, []
+        if self.configured == self._own.name:
+            lacking = ", ".join(self.lacks(self._own))
+            lines.append(f"As configured, {self.configured}: " + (f"does not fit, {lacking}." if lacking else "fits."))
         largest = f"The largest model of this shape that fits has about {self.largest / 1e6:,.0f}M parameters."
         if not fitting:
             closest = min(self.rows[1:], key=lambda row: row.device_bytes)
             return [
+                *lines,
                 f"Nothing fits. The least device memory takes {closest.name}: {', '.join(self.lacks(closest))}.",
                 largest,
             ]
         fastest = fitting[0]
         unless = ", if activations fit too" if fastest.by_shapes else ""
-        return [f"{len(fitting)} of {len(self.rows)} ways fit{unless}; the fastest of them: {fastest.name}.", largest]
+        lines.append(f"{len(fitting)} of {len(self.rows)} ways fit{unless}; the fastest of them: {fastest.name}.")
+        return [*lines, largest]
 
 
 def _parts(parts: dict[str, int]) -> str:

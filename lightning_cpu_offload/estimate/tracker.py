@@ -22,6 +22,7 @@ from lightning_cpu_offload.estimate.fakes import WorstCase
 
 WEIGHTS, GRADIENTS, ACTIVATIONS, LOGITS = "weights", "gradients", "activations", "logits"
 TEMPORARY, IN_FLIGHT, STATE, BATCH = "temporary", "in flight", "optimizer state", "batch"
+SCRATCH = "scratch"
 
 _DEVICE = torch.ops.prim.device.default
 
@@ -64,7 +65,7 @@ class Gradient(NamedTuple):
     block: int
 
 
-Event = Made | Freed | Renamed | Left | Gradient
+Change = Made | Freed | Renamed | Left | Gradient
 
 
 class Tracker(WorstCase):
@@ -84,7 +85,7 @@ class Tracker(WorstCase):
     def __init__(self, round_to: int = 512) -> None:
         super().__init__()
         self.phase = "forward"
-        self.events: list[Event] = []
+        self.events: list[Change] = []
         self.forward_flops: Counter[str] = Counter()
         self.backward_flops = 0
         self.recomputed_flops = 0
