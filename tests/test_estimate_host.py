@@ -57,6 +57,7 @@ def allocated(options: dict[str, Any]) -> dict[str, int]:
         {"update": "early", "nonfinite": "raise", "device_fraction": 0.4, "state_dtype": "bfloat16"},
         {"state_dtype": "bfloat16"},
         {"state_dtype": "float8"},
+        {"gradients": "host", "state_dtype": "float8"},
     ],
     ids=str,
 )

@@ -116,6 +116,16 @@ class TestRows:
             ratio = reduced.step.busy["host"] / wide.step.busy["host"]
             assert ratio == pytest.approx((8 + 2 * nbytes + 4) / 28, rel=1e-6)
 
+    def test_the_last_way_takes_the_least_of_both_memories(self) -> None:
+        for result in (of("gpt"), of("low-rank adapters")):
+            offloaded = [row for row in result.rows[1:] if "checkpointing" not in row.name]
+            least = offloaded[-1]
+            assert least.name == 'gradients="host", state_dtype="float8"'
+            assert least.device.peak == min(row.device.peak for row in offloaded)
+            on_host = row(result, 'gradients="host"')
+            assert least.host["optimizer state"] == row(result, 'state_dtype="float8"').host["optimizer state"]
+            assert least.host["gradients"] == on_host.host["gradients"]
+
     def test_a_share_of_the_device_is_of_whole_parameters(self) -> None:
         result = of("gpt", precision="bf16-true", device_fraction=0.4)
         sizes = [parameter.numel() for parameter in gpt().parameters()]

@@ -54,7 +54,11 @@ DEFAULT = Way('gradients="device"', "exact")
 
 
 def ways(device_fraction: float) -> list[Way]:
-    """One for each option, stock training first; `device_fraction` for the one of that name."""
+    """One for each option, stock training first, and last what takes the least of both memories together.
+
+    Args:
+        device_fraction: For the way of that name.
+    """
     return [
         STOCK,
         DEFAULT,
@@ -64,6 +68,7 @@ def ways(device_fraction: float) -> list[Way]:
         Way('gradients="host"', "host", gradients="host"),
         Way('state_dtype="bfloat16"', "exact", state_dtype="bfloat16"),
         Way('state_dtype="float8"', "exact", state_dtype="float8"),
+        Way('gradients="host", state_dtype="float8"', "host", gradients="host", state_dtype="float8"),
     ]
 
 
