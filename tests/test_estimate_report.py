@@ -231,6 +231,7 @@ class TestVerdict:
         assert result.lacks(result.rows[1])[1].startswith("host 1.0 GiB of 0.0 GiB")
         assert "Nothing fits." in str(result)
         assert result.largest == 0
+        assert "No model of this shape fits, however small." in str(result)
 
     def test_the_largest_model_fits_as_computed(self) -> None:
         result = replace(of("gpt"), vram=2 * GIB, ram=8 * GIB)
@@ -273,6 +274,17 @@ class TestModules:
         assert device.step is None
         assert "Unrunnable, forward: NotImplementedError" in str(result)
         assert "if activations fit too" in str(result)
+
+    def test_a_step_that_returns_no_loss_has_a_reason(self) -> None:
+        module = Unrunnable()
+        module.training_step = lambda batch, batch_idx: None  # type: ignore[method-assign, assignment, return-value]
+        result = estimate(module, torch.zeros(2, 64), rates=RATES)
+        assert "training_step returned NoneType in place of a loss" in result.reason
+
+    def test_nothing_to_train(self) -> None:
+        module = Unrunnable().requires_grad_(False)
+        with pytest.raises(ValueError, match="module=Unrunnable: has no parameter to train"):
+            estimate(module, torch.zeros(2, 64), rates=RATES)
 
     def test_two_optimizers(self) -> None:
         module = Adversarial()
@@ -324,6 +336,11 @@ class TestArguments:
         with pytest.raises(ValueError, match="accumulate_grad_batches=0"):
             of("cnn", accumulate_grad_batches=0)
 
+    @pytest.mark.parametrize("fraction", [-0.1, 7.0, math.nan])
+    def test_device_fraction(self, fraction: float) -> None:
+        with pytest.raises(ValueError, match=r"device_fraction=.*: must be from 0 to 1"):
+            of("cnn", device_fraction=fraction)
+
     def test_host_rate_is_measured(self) -> None:
         measured = hardware({name: rate for name, rate in RATES.items() if name != "host"})
         assert measured.sources["host"] == "measured"
@@ -361,11 +378,28 @@ class TestCommandLine:
         assert ended.value.code == 1
         assert "Nothing fits." in capsys.readouterr().out
 
-    def test_wrong_size(self, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    @pytest.mark.parametrize(
+        ("option", "message"),
+        [
+            ("--vram=lots", "size='lots'"),
+            ("--vram=12", "vram='12': 12 bytes, so a unit is missing. Write it as in --vram 12GiB."),
+            ("--host_rate=0", "host_rate=0.0: must be more than 0. Give it in GB/s, or leave it out."),
+            ("--device_fraction=7", "device_fraction=7.0: must be from 0 to 1."),
+        ],
+    )
+    def test_what_cannot_be_meant(
+        self, option: str, message: str, root: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         with pytest.raises(SystemExit) as ended:
-            main(["estimate", "--config", "configs/gpt_small.yaml", "--vram=lots", *GIVEN])
+            main(["estimate", "--config", "configs/gpt_small.yaml", *GIVEN, option])
         assert ended.value.code == 2
-        assert "size='lots'" in capsys.readouterr().err
+        assert message in capsys.readouterr().err
+
+    def test_a_constructor_that_reads_values(self, capsys: pytest.CaptureFixture[str]) -> None:
+        with pytest.raises(SystemExit) as ended:
+            main(["estimate", "--model=tests.estimate_models.ReadsValues", *GIVEN])
+        assert ended.value.code == 0
+        assert "ReadsValues: 4,160 trained parameters, 1 micro-batch per step" in capsys.readouterr().out
 
     @pytest.mark.slow
     @pytest.mark.skipif(sys.platform != "linux", reason="RSS means something else elsewhere")

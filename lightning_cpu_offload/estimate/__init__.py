@@ -49,10 +49,15 @@ def estimate(
         rates: Rates by their names in `Rates`, per second in FLOP or bytes; others are measured where possible.
 
     Raises:
-        ValueError: `accumulate_grad_batches` is not positive, or `precision` is not computed here.
+        ValueError: `accumulate_grad_batches` is not positive, `device_fraction` is not from 0 to 1, `precision` is not
+            computed here, or the module has nothing to train.
     """
     if accumulate_grad_batches < 1:
         raise ValueError(f"accumulate_grad_batches={accumulate_grad_batches!r}: must be 1 or more.")
+    if not 0 <= device_fraction <= 1:
+        raise ValueError(f"device_fraction={device_fraction!r}: must be from 0 to 1. Give the device's part.")
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        raise ValueError(f"module={type(module).__name__}: has no parameter to train. Create them in its constructor.")
     measured = hardware(rates or {})
     survey = Survey(
         module=module,
@@ -71,7 +76,8 @@ def estimate(
     if own is not None and all(row.name != own for row in rows):
         notes.append(f"As configured, {own} will be refused: it is for Adam and AdamW, or does not go with clipping.")
     if guesses := sorted({guess for row in rows for guess in row.device.guesses}):
-        notes.append(f"The step looks at values, which were taken for one or for the most there could be: {guesses}")
+        named = ", ".join(guesses)
+        notes.append(f"The step looks at values, which were taken for one or for the most there could be: {named}.")
     return Estimate(
         module=type(module).__name__,
         parameters=survey.subject.numel,

@@ -189,9 +189,12 @@ class _Run:
         batch = self._compute.convert(batch)
         with self._compute.context():
             output = _training_step(self._module, batch)
+        if not getattr(self._module, "automatic_optimization", True):
+            return
         loss = output.get("loss") if isinstance(output, dict) else output
-        if isinstance(loss, Tensor) and getattr(self._module, "automatic_optimization", True):
-            self._backward(loss)
+        if not isinstance(loss, Tensor):
+            raise TypeError(f"training_step returned {type(loss).__name__} in place of a loss")
+        self._backward(loss)
 
     def _backward(self, loss: Tensor, *_args: Any, **options: Any) -> None:
         for parameter in self._trained():

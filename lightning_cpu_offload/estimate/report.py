@@ -109,7 +109,8 @@ class Estimate:
         }
 
     def __str__(self) -> str:
-        lines = [f"{self.module}: {self.parameters:,} trained parameters, {self.accumulate} micro-batches per step"]
+        batches = "micro-batch" if self.accumulate == 1 else "micro-batches"
+        lines = [f"{self.module}: {self.parameters:,} trained parameters, {self.accumulate} {batches} per step"]
         if self.reason:
             lines += [
                 f"The training step does not run on tensors without data ({self.reason}).",
@@ -124,11 +125,12 @@ class Estimate:
         budgets = self.vram is not None or self.ram is not None
         lines = [head + ("  fits" if budgets else "")]
         for row in self.rows:
-            step = "?" if row.step is None else f"{row.step.seconds * 1e3:.0f}"
-            sizes = f"{row.device_bytes / MB:9.0f} {row.host_bytes / MB:8.0f} {row.pinned_bytes / MB:9.0f}"
+            step = "?" if row.step is None else _figure(row.step.seconds * 1e3)
+            device, host = _figure(row.device_bytes / MB), _figure(row.host_bytes / MB)
+            pinned, checkpoint = _figure(row.pinned_bytes / MB), _figure(row.checkpoint_bytes / MB)
             lacking = ", ".join(self.lacks(row))
             verdict = ("  no: " + lacking if lacking else "  yes") if budgets else ""
-            lines.append(f"{row.name:{width}}  {sizes} {row.checkpoint_bytes / MB:13.0f} {step:>8}{verdict}")
+            lines.append(f"{row.name:{width}}  {device:>9} {host:>8} {pinned:>9} {checkpoint:>13} {step:>8}{verdict}")
         return lines
 
     @property
@@ -166,12 +168,14 @@ class Estimate:
         if self.configured == self._own.name:
             lacking = ", ".join(self.lacks(self._own))
             lines.append(f"As configured, {self.configured}: " + (f"does not fit, {lacking}." if lacking else "fits."))
-        largest = f"The largest model of this shape that fits has about {self.largest / 1e6:,.0f}M parameters."
+        largest = f"The largest model of this shape that fits has about {_figure(self.largest / 1e6)}M parameters."
+        if not self.largest:
+            largest = "No model of this shape fits, however small."
         if not fitting:
-            closest = min(self.rows[1:], key=lambda row: row.device_bytes)
+            closest = min(self.rows[1:], key=lambda row: (row.device_bytes, row.host_bytes))
             return [
                 *lines,
-                f"Nothing fits. The least device memory takes {closest.name}: {', '.join(self.lacks(closest))}.",
+                f"Nothing fits. The least memory takes {closest.name}: {', '.join(self.lacks(closest))}.",
                 largest,
             ]
         fastest = fitting[0]
@@ -181,7 +185,12 @@ class Estimate:
 
 
 def _parts(parts: dict[str, int]) -> str:
-    return ", ".join(f"{name} {nbytes / MB:.0f}" for name, nbytes in parts.items() if nbytes) + " MB"
+    return ", ".join(f"{name} {_figure(nbytes / MB)}" for name, nbytes in parts.items() if nbytes) + " MB"
+
+
+def _figure(value: float) -> str:
+    """With a decimal where there would be few digits without it."""
+    return f"{value:.0f}" if value >= 10 or not value else f"{value:.1f}"
 
 
 def _gib(nbytes: int) -> str:
