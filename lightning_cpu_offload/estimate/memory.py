@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import inspect
 import logging
 import warnings
@@ -161,6 +162,7 @@ class _Run:
         module, mode = self._module, FakeTensorMode(allow_non_fake_inputs=True)
         with contextlib.ExitStack() as stack:
             stack.enter_context(_quiet())
+            stack.enter_context(_uncollected())
             stack.enter_context(mode)
             stack.enter_context(fake_tensors(module, self._compute.rule, stepped))
             trainer = stack.enter_context(without_trainer(module, optimizers))
@@ -238,6 +240,18 @@ def _quiet() -> Generator[None, None, None]:
                 yield
     finally:
         logger.setLevel(level)
+
+
+@contextlib.contextmanager
+def _uncollected() -> Generator[None, None, None]:
+    """Without the collector of cycles, which would look through all that torch has imported again and again."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def weight_bytes(module: nn.Module, rule: DtypeRule) -> int:
