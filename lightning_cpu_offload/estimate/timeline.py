@@ -6,7 +6,9 @@ the schedule needs no event loop: work begins when its lane is free and all it w
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
+from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
 Lane = Literal["compute", "d2h", "host", "h2d", "net"]
@@ -24,14 +26,10 @@ class Task(NamedTuple):
 
 
 class Timeline:
-    """Work on lanes, in the order it was handed in.
-
-    Attributes:
-        tasks: All work so far.
-    """
+    """Work on lanes, in the order it was handed in."""
 
     def __init__(self) -> None:
-        self.tasks: list[Task] = []
+        self._tasks: list[tuple[Lane, str, float, float]] = []  # plain, as there are hundreds of thousands
         self._free: dict[Lane, float] = defaultdict(float)
 
     def add(self, lane: Lane, name: str, seconds: float, *after: float) -> float:
@@ -44,11 +42,21 @@ class Timeline:
             after: Moments before which it may not begin.
         """
         start = max(self._free[lane], *after, 0.0)
-        self._free[lane] = start + seconds
-        self.tasks.append(Task(lane, name, start, start + seconds))
-        return start + seconds
+        self._free[lane] = end = start + seconds
+        self._tasks.append((lane, name, start, end))
+        return end
 
-    def busy(self, lane: Lane, since: float, until: float) -> float:
-        """Seconds between two moments in which a lane works."""
-        spans = (min(task.end, until) - max(task.start, since) for task in self.tasks if task.lane == lane)
-        return sum(span for span in spans if span > 0)
+    @property
+    def tasks(self) -> list[Task]:
+        """All work so far."""
+        return self.between(-math.inf, math.inf)
+
+    def between(self, since: float, until: float) -> list[Task]:
+        """The work of which a part lies between two moments."""
+        return [Task(*task) for task in self._tasks if task[3] > since and task[2] < until]
+
+
+def busy(tasks: Iterable[Task], lane: Lane, since: float, until: float) -> float:
+    """Seconds between two moments in which a lane works."""
+    spans = (min(task.end, until) - max(task.start, since) for task in tasks if task.lane == lane)
+    return sum(span for span in spans if span > 0)

@@ -111,7 +111,7 @@ class Attachment:
         self._masters: dict[Tensor, Master] = {}
         self._region_of: dict[Tensor, Region] = {}
         self._resident: set[Tensor] = set()
-        self._slot_bytes = _slot_bytes(module, BORDER_BYTES[settings.state_dtype])
+        self._slot_bytes = slot_bytes(module, BORDER_BYTES[settings.state_dtype])
         self.optimizers: list[HookedOptimizer] = []
         self.host: Host | None = None
         self.warm_up_seconds = 0.0
@@ -419,7 +419,7 @@ def _require_initialised(module: nn.Module) -> None:
             )
 
 
-def _slot_bytes(module: nn.Module, unit: int) -> int:
+def slot_bytes(module: nn.Module, unit: int) -> int:
     """Size of a staging buffer, a multiple of `unit` bytes: less than usual for a model that is small."""
     total = sum(parameter.nbytes for parameter in module.parameters())
     wanted = max(total // 16, min(total, SMALL_SLOT_BYTES))  # a small model is pipelined too
