@@ -23,6 +23,7 @@ from lightning_cpu_offload.offload.moments import (
     ReducedTensor,
     make_moments,
     moment_bytes,
+    saved,
 )
 from lightning_cpu_offload.offload.plan import Chunk
 from lightning_cpu_offload.offload.region import Region, Source
@@ -210,6 +211,14 @@ class FusedAdamW:
         with torch._C.DisableTorchFunction():  # the gate would wait for them; here nobody touches their elements
             return [*(arena.flat(0, arena.numel) for arena in arenas), *steps]
 
+    def saved(self, parameter: Tensor, deferring: bool) -> dict[str, Tensor]:
+        """The moments of a parameter if other ranks hold parts of them, for a state dict; see `moments.saved`."""
+        for region in self._regions:
+            for index, master in enumerate(region.masters):
+                if master.tensor is parameter and region.spread is not None and region in self._moments:
+                    return saved(self._moments[region], index, master.name, deferring)
+        return {}
+
     def bring_home(self) -> None:
         """Give state that is on the device to the optimizer on the CPU; training is over."""
         for region in self._regions:
@@ -266,7 +275,7 @@ class FusedAdamW:
         """Make a parameter's state live in the arenas, with the values it has, or zeros."""
         for name, view in zip(NAMES, self._view(region, index), strict=True):
             if state.get(name) is not view:
-                self._moments[region].put(view, state.get(name))
+                self._moments[region].put(index, view, state.get(name))
             state[name] = view
         step = state["step"]
         state["step"] = torch.as_tensor(step, dtype=torch.float32, device="cpu")

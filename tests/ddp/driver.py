@@ -1,0 +1,76 @@
+"""Trains on every rank and writes what each of them saw; a script for real launchers.
+
+    python -m tests.ddp.driver FOLDER PROGRAM
+
+FOLDER holds `input.pt`, what the program is given; each rank writes `PROGRAM.RANK.pt`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def launch(
+    folder: Path,
+    program: str,
+    given: Any = None,
+    ranks: int = 2,
+    torchrun: bool = False,
+    check: bool = True,
+    timeout: float = 280,
+) -> list[Any]:
+    """Run a function of `tests.ddp.programs` on so many ranks.
+
+    Args:
+        folder: For input and output.
+        program: Name of the function; it gets `folder`, `ranks` and `given`.
+        given: What it is given.
+        ranks: Number of processes.
+        torchrun: Started by it; else by Lightning's own launcher, from rank 0.
+        check: Whether the processes must end well.
+        timeout: Seconds after which they are taken for hanging.
+
+    Returns:
+        What the function returned on each rank; None where it did not.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.save(given, folder / "input.pt")
+    own = ["-m", "tests.ddp.driver", str(folder), program, str(ranks)]
+    start = ["-m", "torch.distributed.run", f"--nproc_per_node={ranks}", "--master_port=0"] if torchrun else []
+    drop = {"LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "NODE_RANK"}
+    environment = {key: value for key, value in os.environ.items() if key not in drop}
+    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *start, *own],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+    (folder / f"{program}.log").write_text(done.stdout + done.stderr)
+    assert not check or done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
+    paths = [folder / f"{program}.{rank}.pt" for rank in range(ranks)]
+    return [torch.load(path, weights_only=False) if path.exists() else None for path in paths]
+
+
+def main(folder: str, program: str, ranks: str) -> None:
+    """One rank's part; Lightning's launcher starts the others with the same words."""
+    torch.set_num_threads(1)
+    run = getattr(importlib.import_module("tests.ddp.programs"), program)
+    result = run(Path(folder), int(ranks), torch.load(Path(folder) / "input.pt", weights_only=False))
+    torch.save(result, Path(folder) / f"{program}.{os.environ.get('LOCAL_RANK', '0')}.pt")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
