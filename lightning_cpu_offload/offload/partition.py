@@ -76,6 +76,10 @@ class Partition:
         dist.all_reduce(answer, dist.ReduceOp.MIN, group=self._group)
         return bool(answer.item())
 
+    def join(self, flags: Tensor) -> None:
+        """Raise flags on the device, uint8, that are raised on any rank."""
+        dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group)
+
     @torch.no_grad()
     def copy_first(self, tensors: Iterable[Tensor]) -> None:
         """Give tensors on the host the values they have on rank 0."""
