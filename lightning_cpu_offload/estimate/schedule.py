@@ -124,9 +124,13 @@ class Schedule:
         for load in chunks:
             self.through_slot(load, begin, begin)
 
-    def through_slot(self, load: Load, complete: float, unread: float) -> None:
-        """Add one chunk's way through a slot, given when its gradients are complete and its weights unread."""
+    def through_slot(self, load: Load, complete: float, unread: float) -> float:
+        """Add one chunk's way through a slot, given when its gradients are complete and its weights unread.
+
+        Returns when its weights are back.
+        """
         slot = self._next_slot % len(self._slots)
         self._next_slot += 1
         done = self.step(load, self.fetch(load, complete, self._slots[slot]))
         self._slots[slot] = self.push(load, done, unread)
+        return self._slots[slot]

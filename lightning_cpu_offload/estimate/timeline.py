@@ -1,4 +1,4 @@
-"""Four lanes that work at the same time, each doing one thing after the other.
+"""Lanes that work at the same time, each doing one thing after the other.
 
 A lane is a queue in which order is fixed when work is handed in, as with device streams and a worker thread. So
 the schedule needs no event loop: work begins when its lane is free and all it waits for has happened.
@@ -6,10 +6,12 @@ the schedule needs no event loop: work begins when its lane is free and all it w
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, get_args
+from collections import defaultdict
+from typing import Literal, NamedTuple
 
-Lane = Literal["compute", "d2h", "host", "h2d"]
-LANES: tuple[Lane, ...] = get_args(Lane)
+Lane = Literal["compute", "d2h", "host", "h2d", "net"]
+LANES: tuple[Lane, ...] = ("compute", "d2h", "host", "h2d")
+"""Those of one machine."""
 
 
 class Task(NamedTuple):
@@ -30,7 +32,7 @@ class Timeline:
 
     def __init__(self) -> None:
         self.tasks: list[Task] = []
-        self._free = dict.fromkeys(LANES, 0.0)
+        self._free: dict[Lane, float] = defaultdict(float)
 
     def add(self, lane: Lane, name: str, seconds: float, *after: float) -> float:
         """Queue work on a lane and return when it ends.
