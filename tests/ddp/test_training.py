@@ -83,7 +83,7 @@ def test_all_ranks_have_the_same(name: str, two_ranks: dict[str, list[dict[str, 
 def test_ranks_share_the_chunks_of_adam_alone(name: str, two_ranks: dict[str, list[dict[str, Any]]]) -> None:
     (total, first), (_, second) = (result["chunks"] for result in two_ranks[name])
     spread = RUNS[name].case.optimizer.startswith("adam")
-    assert total >= 4
+    assert total > len(two_ranks[name])  # one rank steps several
     assert first + second == (total if spread else 2 * total)
     assert abs(first - second) <= 1
 
