@@ -16,6 +16,7 @@ what is written into that copy before the next step counts as well.
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -57,6 +58,7 @@ class Master:
         self.ahead = False
         self.share: Share | None = None
         self._exported: tuple[Tensor, int] | None = None  # a copy of a resident master that left, and its version then
+        self._deferred: Callable[[], DeferredTensor | None] = lambda: None  # what stands for it in a checkpoint
         self._replacement: tuple[Tensor, Tensor] | None = None  # FP32 data put in the copy's place, and its cast
         self._dtype = tensor.dtype
         self.settle()
@@ -160,7 +162,11 @@ class Master:
             share.fetch()
             return self.current()
 
-        return DeferredTensor(self.host.shape, self.host.stride(), read, partial(share.require_here, self.name))
+        deferred = self._deferred()
+        if deferred is None:  # one for all names of a tied weight in a checkpoint: it is written once
+            deferred = DeferredTensor(self.host.shape, self.host.stride(), read, partial(share.require_here, self.name))
+            self._deferred = weakref.ref(deferred)
+        return deferred
 
     def shows_in(self, data: Tensor) -> bool:
         """Whether `data` holds exactly what the master rounds to, in whatever dtype."""

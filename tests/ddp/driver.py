@@ -45,7 +45,7 @@ def launch(
     folder.mkdir(parents=True, exist_ok=True)
     torch.save(given, folder / "input.pt")
     own = ["-m", "tests.ddp.driver", str(folder), program, str(ranks)]
-    start = ["-m", "torch.distributed.run", f"--nproc_per_node={ranks}", "--master_port=0"] if torchrun else []
+    start = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if torchrun else []
     drop = {"LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "NODE_RANK"}
     environment = {key: value for key, value in os.environ.items() if key not in drop}
     environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
