@@ -6,6 +6,9 @@ are reduced by torch's DDP; each rank steps its part on its host, and the new we
 
 # No `from __future__ import annotations`: the command line reads the types of the constructor.
 import itertools
+import os
+import platform
+import warnings
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -63,7 +66,7 @@ class DDPHooks(SharedHooks, Base):
         state_dtype: What the moments of Adam and AdamW are held in: `"float32"` (8 bytes per parameter), `"bfloat16"`
             (4) or `"float8"` (2 and 1/32).
         cpu_threads: Threads of each rank's host step. None: the physical cores this process may use, divided by the
-            ranks of this machine.
+            ranks that may use the same ones; `OMP_NUM_THREADS`, which torchrun sets to 1, is not looked at.
         check_memory: Refuse to begin what cannot fit into memory, with the numbers and what would help.
         accelerator: As for any strategy.
         parallel_devices: As for `DDPStrategy`.
@@ -114,6 +117,11 @@ class DDPHooks(SharedHooks, Base):
         for name in _ONE_DEVICE.keys() & kwargs.keys():
             if (name, kwargs.pop(name)) not in (("gradients", "device"), ("device_fraction", 0.0)):
                 raise ValueError(f"{name}: strategy='cpu_offload_ddp' does not take it: {_ONE_DEVICE[name]}.")
+        if type(ddp_comm_state).__name__ == "PostLocalSGDState":
+            raise ValueError(
+                f"ddp_comm_state={type(ddp_comm_state).__name__}: it reduces gradients among a few ranks only, but each "
+                "part of the masters is stepped by one rank for all of them. Pass another ddp_comm_hook, or none."
+            )
         check_options(update, exact_steps, nonfinite, pin_memory, state_dtype, cpu_threads)
         if str(update) == "early":
             raise ValueError(
@@ -195,6 +203,13 @@ class DDPHooks(SharedHooks, Base):
     @override
     def on_exception(self, exception: BaseException) -> None:
         self._alone = True
+        if self.world_size > 1:
+            warnings.warn(
+                f"rank {self.global_rank} of {self.world_size} ends by {type(exception).__name__}: {exception}\nThe other "
+                f"ranks end when they wait for it in vain, after timeout={self._timeout} at the latest, and no rank "
+                "saves what it has. Resume from the last checkpoint.",
+                stacklevel=2,
+            )
         super().on_exception(exception)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -218,10 +233,21 @@ class DDPHooks(SharedHooks, Base):
             self.configure_ddp()
 
     @override
+    def _require_program(self, trainer: "pl.Trainer") -> None:
+        if self._ddp_kwargs.get("static_graph") and trainer.accumulate_grad_batches > 1:
+            raise ValueError(
+                f"accumulate_grad_batches={trainer.accumulate_grad_batches}: with static_graph=True torch's DDP must "
+                "reduce gradients in the first backward, which accumulation leaves to a later one. Pass "
+                "static_graph=False, or accumulate_grad_batches=1."
+            )
+
+    @override
     def _attach(self, optimizers: list[torch.optim.Optimizer]) -> None:
-        ranks = max(1, self.num_processes)
-        threads = self._settings.cpu_threads or max(1, physical_cores() // ranks)
-        given, self._settings = self._settings, replace(self._settings, cpu_threads=threads, local_ranks=ranks)
+        assert self._partition is not None
+        sharing = self._partition.count_like(_cores())
+        threads = self._settings.cpu_threads or max(1, physical_cores() // sharing)
+        local_ranks = max(1, self.num_processes)
+        given, self._settings = self._settings, replace(self._settings, cpu_threads=threads, local_ranks=local_ranks)
         try:
             super()._attach(optimizers)
         finally:
@@ -253,6 +279,12 @@ class DDPHooks(SharedHooks, Base):
         trainer = None if self.lightning_module is None else self.lightning_module._trainer
         if self._alone or (trainer is not None and trainer.state.status == "interrupted"):
             raise RuntimeError(INTERRUPTED)
+
+
+def _cores() -> str:
+    """Names the machine and its cores that this process may use: launchers may give ranks the same ones, or own ones."""
+    allowed = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else "all"
+    return f"{platform.node()} {allowed}"
 
 
 if TYPE_CHECKING:

@@ -76,6 +76,12 @@ class Partition:
         dist.all_reduce(answer, dist.ReduceOp.MIN, group=self._group)
         return bool(answer.item())
 
+    def count_like(self, word: str) -> int:
+        """How many ranks call this with the same word; this one among them."""
+        words: list[Any] = [None] * self.size
+        dist.all_gather_object(words, word, group=self._group)
+        return words.count(word)
+
     def join(self, flags: Tensor) -> None:
         """Raise flags on the device, uint8, that are raised on any rank."""
         dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group)

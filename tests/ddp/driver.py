@@ -7,8 +7,10 @@ FOLDER holds `input.pt`, what the program is given; each rank writes `PROGRAM.RA
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -46,30 +48,41 @@ def launch(
     torch.save(given, folder / "input.pt")
     own = ["-m", "tests.ddp.driver", str(folder), program, str(ranks)]
     start = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if torchrun else []
-    drop = {"LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "NODE_RANK"}
+    drop = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "NODE_RANK"}
     environment = {key: value for key, value in os.environ.items() if key not in drop}
     environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, *start, *own],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-    )
-    (folder / f"{program}.log").write_text(done.stdout + done.stderr)
-    assert not check or done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
+    log = folder / f"{program}.log"
+    status = run_all([sys.executable, *start, *own], environment, log, timeout)
+    assert not check or status == 0, log.read_text()[-12000:]
     paths = [folder / f"{program}.{rank}.pt" for rank in range(ranks)]
     return [torch.load(path, weights_only=False) if path.exists() else None for path in paths]
+
+
+def run_all(command: list[str], environment: dict[str, str], log: Path, timeout: float) -> int:
+    """Run a command and all it starts, and end all of them if it takes too long; returns its exit status.
+
+    Raises:
+        subprocess.TimeoutExpired: It took too long.
+    """
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            return process.wait(timeout)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 def main(folder: str, program: str, ranks: str) -> None:
     """One rank's part; Lightning's launcher starts the others with the same words."""
     torch.set_num_threads(1)
-    run = getattr(importlib.import_module("tests.ddp.programs"), program)
-    result = run(Path(folder), int(ranks), torch.load(Path(folder) / "input.pt", weights_only=False))
-    torch.save(result, Path(folder) / f"{program}.{os.environ.get('LOCAL_RANK', '0')}.pt")
+    programs = importlib.import_module("tests.ddp.programs")
+    result = getattr(programs, program)(
+        Path(folder), int(ranks), torch.load(Path(folder) / "input.pt", weights_only=False)
+    )
+    torch.save(result, Path(folder) / f"{program}.{programs.own_rank()}.pt")
 
 
 if __name__ == "__main__":

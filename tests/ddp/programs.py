@@ -34,6 +34,15 @@ from tests.models import NetworkModule, make_batches, quiet_trainer
 from tests.reference import EPOCHS, Case, Snapshot
 
 
+NODES = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
+"""Machines, as torchrun says."""
+
+
+def own_rank() -> int:
+    """Of this process among all; torchrun says it, and Lightning's own launcher knows one machine."""
+    return int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")))
+
+
 @dataclass
 class Run:
     """A case with options of the strategy."""
@@ -57,6 +66,12 @@ class Gathering(NetworkModule):
         regions = self.trainer.strategy.offload.regions
         chunks = [(region, chunk) for region in regions for chunk in region.chunks]
         self.chunks = len(chunks), sum(region.is_owned(chunk) for region, chunk in chunks)
+        self.gradients: list[dict[str, Tensor]] = []
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        """Keeps the reduced gradients, before they are clipped."""
+        grads = {name: parameter.grad for name, parameter in self.network.named_parameters()}
+        self.gradients.append({name: grad.clone() for name, grad in grads.items() if grad is not None})
 
     def snapshot(self) -> Snapshot:
         """What every rank can see."""
@@ -73,7 +88,8 @@ def trainer(case: Case, strategy: Any, ranks: int, **options: Any) -> pl.Trainer
     """A Trainer for a case."""
     return quiet_trainer(
         strategy=strategy,
-        devices=ranks,
+        devices=ranks // NODES,
+        num_nodes=NODES,
         use_distributed_sampler=False,
         accumulate_grad_batches=case.accumulate,
         gradient_clip_val=case.clip_value,
@@ -85,7 +101,7 @@ def trainer(case: Case, strategy: Any, ranks: int, **options: Any) -> pl.Trainer
 def loader(case: Case, ranks: int) -> Any:
     """This rank's part of the batches of a case, in order; Lightning would shuffle them."""
     batches: Any = make_batches(case)
-    sampler = DistributedSampler(batches, ranks, int(os.environ.get("LOCAL_RANK", "0")), shuffle=False)
+    sampler = DistributedSampler(batches, ranks, own_rank(), shuffle=False)
     return DataLoader(batches, batch_size=None, sampler=sampler)
 
 
@@ -104,6 +120,7 @@ def cases(folder: Path, ranks: int, runs: list[Run]) -> list[dict[str, Any]]:
                 "left": final_weights(module),
                 "state": snapshot(module),
                 "chunks": module.chunks,
+                "gradients": module.gradients,
             }
         )
     return results

@@ -10,7 +10,7 @@ import torch
 
 from tests.ddp.driver import launch
 from tests.ddp.programs import Run
-from tests.ddp.ranks import FirstRankOnly, RanksLoop, SumsRanks, batches_of_ranks
+from tests.ddp.ranks import FirstRankOnly, RanksLoop, RecordedMean, SumsRanks, batches_of_ranks
 from tests.models import make_batches, reference_loop
 from tests.reference import EPOCHS, Case, assert_identical, follow
 
@@ -40,10 +40,16 @@ RUNS = {
 }
 
 
+FOUR = ("adamw norm", "adam", "sgd", "unused accumulated", "bf16", "bf16 value")
+"""What four ranks train as well."""
+
+
 def assert_as_reference(results: list[dict[str, Any]], run: Run, kind: type[RanksLoop] = RanksLoop) -> None:
     ranks = len(results)
     kind.num_ranks = ranks
     loop = reference_loop(run.case, kind)
+    if isinstance(loop, RecordedMean):
+        loop.recorded = iter(results[0]["gradients"])
     exact = run.case.optimizer in ("sgd", "rmsprop")
     follow(
         loop, batches_of_ranks(make_batches(run.case), ranks), EPOCHS, results[0]["trail"], 0 if exact else STEP_RTOL
@@ -63,6 +69,32 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[s
 @pytest.mark.parametrize("name", RUNS)
 def test_two_ranks_train_as_the_reference(name: str, two_ranks: dict[str, list[dict[str, Any]]]) -> None:
     assert_as_reference(two_ranks[name], RUNS[name])
+
+
+@pytest.fixture(scope="module")
+def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """The same, of four ranks that torchrun starts."""
+    by_rank = launch(tmp_path_factory.mktemp("four"), "cases", [RUNS[name] for name in FOUR], ranks=4, torchrun=True)
+    return {name: [result[index] for result in by_rank] for index, name in enumerate(FOUR)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FOUR)
+def test_four_ranks_train_as_the_reference(name: str, four_ranks: dict[str, list[dict[str, Any]]]) -> None:
+    results = four_ranks[name]
+    assert_as_reference(results, RUNS[name], RecordedMean)
+    for result in results[1:]:
+        for ours, theirs in zip(results[0]["trail"], result["trail"], strict=True):
+            assert_identical(ours, theirs)
+
+
+@pytest.mark.slow
+def test_the_comparison_of_gradients_notices(four_ranks: dict[str, list[dict[str, Any]]]) -> None:
+    results = [dict(result) for result in four_ranks["adamw norm"]]
+    spoiled = [{name: gradient * (1 + 1e-4) for name, gradient in step.items()} for step in results[0]["gradients"]]
+    results[0]["gradients"] = spoiled
+    with pytest.raises(AssertionError):
+        assert_as_reference(results, RUNS["adamw norm"], RecordedMean)
 
 
 @pytest.mark.slow
