@@ -119,8 +119,8 @@ class DDPHooks(SharedHooks, Base):
                 raise ValueError(f"{name}: strategy='cpu_offload_ddp' does not take it: {_ONE_DEVICE[name]}.")
         if type(ddp_comm_state).__name__ == "PostLocalSGDState":
             raise ValueError(
-                f"ddp_comm_state={type(ddp_comm_state).__name__}: it reduces gradients among a few ranks only, but each "
-                "part of the masters is stepped by one rank for all of them. Pass another ddp_comm_hook, or none."
+                "ddp_comm_state=PostLocalSGDState: it reduces gradients among a few ranks only, but each part of the "
+                "masters is stepped by one rank for all of them. Pass another ddp_comm_hook, or none."
             )
         check_options(update, exact_steps, nonfinite, pin_memory, state_dtype, cpu_threads)
         if str(update) == "early":
@@ -205,9 +205,9 @@ class DDPHooks(SharedHooks, Base):
         self._alone = True
         if self.world_size > 1:
             warnings.warn(
-                f"rank {self.global_rank} of {self.world_size} ends by {type(exception).__name__}: {exception}\nThe other "
-                f"ranks end when they wait for it in vain, after timeout={self._timeout} at the latest, and no rank "
-                "saves what it has. Resume from the last checkpoint.",
+                f"rank {self.global_rank} of {self.world_size} ends by {type(exception).__name__}: {exception}\n"
+                f"The other ranks end when they wait for it in vain, after timeout={self._timeout} at the latest, and "
+                "no rank saves what it has. Resume from the last checkpoint.",
                 stacklevel=2,
             )
         super().on_exception(exception)
@@ -282,7 +282,7 @@ class DDPHooks(SharedHooks, Base):
 
 
 def _cores() -> str:
-    """Names the machine and its cores that this process may use: launchers may give ranks the same ones, or own ones."""
+    """Names the machine and the cores of it that this process may use, which other ranks may share or not."""
     allowed = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else "all"
     return f"{platform.node()} {allowed}"
 

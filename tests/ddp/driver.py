@@ -44,26 +44,36 @@ def launch(
     Returns:
         What the function returned on each rank; None where it did not.
     """
+    start = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if torchrun else []
+    own = prepare(folder, program, given, ranks)
+    log = folder / f"{program}.log"
+    status = run_all([sys.executable, *start, *own], log, timeout)
+    assert not check or status == 0, log.read_text()[-12000:]
+    return results(folder, program, ranks)
+
+
+def prepare(folder: Path, program: str, given: Any, ranks: int) -> list[str]:
+    """What Python is to be started with, to run a program."""
     folder.mkdir(parents=True, exist_ok=True)
     torch.save(given, folder / "input.pt")
-    own = ["-m", "tests.ddp.driver", str(folder), program, str(ranks)]
-    start = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if torchrun else []
-    drop = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "NODE_RANK"}
-    environment = {key: value for key, value in os.environ.items() if key not in drop}
-    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    log = folder / f"{program}.log"
-    status = run_all([sys.executable, *start, *own], environment, log, timeout)
-    assert not check or status == 0, log.read_text()[-12000:]
+    return ["-m", "tests.ddp.driver", str(folder), program, str(ranks)]
+
+
+def results(folder: Path, program: str, ranks: int) -> list[Any]:
+    """What it returned on each rank; None where it did not."""
     paths = [folder / f"{program}.{rank}.pt" for rank in range(ranks)]
     return [torch.load(path, weights_only=False) if path.exists() else None for path in paths]
 
 
-def run_all(command: list[str], environment: dict[str, str], log: Path, timeout: float) -> int:
+def run_all(command: list[str], log: Path, timeout: float) -> int:
     """Run a command and all it starts, and end all of them if it takes too long; returns its exit status.
 
     Raises:
         subprocess.TimeoutExpired: It took too long.
     """
+    drop = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "NODE_RANK"}
+    environment = {key: value for key, value in os.environ.items() if key not in drop}
+    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     with log.open("w") as file:
         process = subprocess.Popen(
             command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
@@ -79,9 +89,8 @@ def main(folder: str, program: str, ranks: str) -> None:
     """One rank's part; Lightning's launcher starts the others with the same words."""
     torch.set_num_threads(1)
     programs = importlib.import_module("tests.ddp.programs")
-    result = getattr(programs, program)(
-        Path(folder), int(ranks), torch.load(Path(folder) / "input.pt", weights_only=False)
-    )
+    given = torch.load(Path(folder) / "input.pt", weights_only=False)
+    result = getattr(programs, program)(Path(folder), int(ranks), given)
     torch.save(result, Path(folder) / f"{program}.{programs.own_rank()}.pt")
 
 

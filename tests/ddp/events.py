@@ -93,13 +93,14 @@ class Clamps(pl.Callback):
 class Raises(pl.Callback):
     """Ends training on some ranks."""
 
-    def __init__(self, ranks: tuple[int, ...], kill: bool = False) -> None:
+    def __init__(self, ranks: tuple[int, ...], kill: bool = False, epoch: int = 0) -> None:
         self.ranks = ranks
+        self.epoch = epoch
         self.kill = kill
 
     def on_train_batch_start(self, trainer: pl.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
         """In the second batch."""
-        if batch_idx == 1 and trainer.global_rank in self.ranks:
+        if (trainer.current_epoch, batch_idx) == (self.epoch, 1) and trainer.global_rank in self.ranks:
             if self.kill:
                 os._exit(7)
             raise ValueError("enough")

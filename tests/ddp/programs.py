@@ -33,7 +33,6 @@ from tests.ddp.events import (
 from tests.models import NetworkModule, make_batches, quiet_trainer
 from tests.reference import EPOCHS, Case, Snapshot
 
-
 NODES = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
 """Machines, as torchrun says."""
 
@@ -81,7 +80,7 @@ class Gathering(NetworkModule):
 def strategy(case: Case, options: dict[str, Any]) -> CPUOffloadDDPStrategy:
     """The strategy for a case."""
     precision: Any = case.precision
-    return CPUOffloadDDPStrategy(cpu_threads=1, precision_plugin=CPUOffloadPrecision(precision), **options)
+    return CPUOffloadDDPStrategy(precision_plugin=CPUOffloadPrecision(precision), **{"cpu_threads": 1, **options})
 
 
 def trainer(case: Case, strategy: Any, ranks: int, **options: Any) -> pl.Trainer:
@@ -162,6 +161,7 @@ class Begin(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, module: Any) -> None:
         """After the checkpoint was loaded."""
         self.state = snapshot(module)
+        self.threads = trainer.strategy.offload.threads.num_threads  # type: ignore[attr-defined]
 
 
 def resume(folder: Path, ranks: int, given: dict[str, tuple[Run, Path]]) -> dict[str, dict[str, Any]]:
@@ -183,8 +183,9 @@ def as_one_device(folder: Path, ranks: int, options: dict[str, dict[str, Any]]) 
     case = Case("plain", "32-true", 1, "none", "adamw")
     results = {}
     for name, chosen in options.items():
-        module, _ = fitted(folder, Run(case, chosen), ranks)
-        results[name] = {"weights": final_weights(module), "state": snapshot(module)}
+        begin = Begin()
+        module, _ = fitted(folder, Run(case, chosen), ranks, callbacks=[begin])
+        results[name] = {"weights": final_weights(module), "state": snapshot(module), "threads": begin.threads}
     return results
 
 
@@ -213,6 +214,11 @@ def happenings(folder: Path, ranks: int, given: None) -> dict[str, Any]:
 
     _, runner = fit(callbacks=[SwitchesAmsgrad()])
     found["amsgrad"] = found["message"]
+    found["static graph"] = attempt(
+        lambda: trainer(replace(PLAIN, accumulate=2), strategy(PLAIN, {"static_graph": True}), ranks).fit(
+            NetworkModule(PLAIN), data
+        )
+    )
     fit(case=replace(PLAIN, structure="frozen"), callbacks=[Unfreezes()])
     found["unfrozen"] = found["message"]
 
@@ -302,3 +308,46 @@ class Measured(pl.Callback):
             elif inside and line.startswith("Rss:"):
                 total += int(line.split()[1]) * 1024
         return total
+
+
+def loses_a_node(folder: Path, ranks: int, run: Run) -> None:
+    """The second rank is gone in the second epoch, after the first was saved."""
+    attach.SMALL_SLOT_BYTES = 256
+    kept = pl.callbacks.ModelCheckpoint(folder, filename="kept")
+    fitted(folder, run, ranks, callbacks=[kept, Raises((1,), kill=True, epoch=1)], enable_checkpointing=True)
+
+
+def goes_on(folder: Path, ranks: int, given: tuple[Run, Path]) -> dict[str, Any]:
+    """Resume from what was saved, train without a break, and count bytes."""
+    run, path = given
+    resumed = resume(folder, ranks, {"kept": (run, path)})["kept"]
+    whole = cases(folder, ranks, [run])[0]
+    return {"resumed": resumed, "whole": whole, "sent": {name: sent(ranks, name) for name in ("ours", "ddp")}}
+
+
+def sent(ranks: int, strategy_name: str) -> float:
+    """Bytes that this rank sends over the network in one step, for each parameter in BF16."""
+    case = Case("plain", "bf16-true", 1, "none", "adamw")
+    chosen: Any = strategy(case, {}) if strategy_name == "ours" else "ddp"
+    own = {} if strategy_name == "ours" else {"precision": "bf16-true"}
+    traffic = Traffic()
+    data: Any = DataLoader(torch.ones(4 * ranks, 1))  # type: ignore[arg-type]
+    module = Many()
+    trainer(case, chosen, ranks, max_epochs=1, callbacks=[traffic], **own).fit(module, data)
+    begin, end = traffic.counts[1], traffic.counts[3]
+    return (end - begin) / 2 / sum(part.numel() for part in module.parts)
+
+
+class Traffic(pl.Callback):
+    """Reads the counter of the network between the machines."""
+
+    def __init__(self) -> None:
+        self.counts: list[int] = []
+
+    def on_train_batch_start(self, trainer: pl.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+        """When the step before has landed on all of them."""
+        if isinstance(trainer.strategy, CPUOffloadDDPStrategy):
+            trainer.strategy.offload.land()  # type: ignore[union-attr]
+        trainer.strategy.barrier()
+        line = next(line for line in Path("/proc/net/dev").read_text().splitlines() if "between:" in line)
+        self.counts.append(int(line.partition(":")[2].split()[8]))

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 
 from lightning_cpu_offload import CPUOffloadDDPStrategy
 from tests.ddp.driver import launch
@@ -57,6 +58,7 @@ def test_one_rank_alone_reads_no_masters_and_does_not_hang(update: str, ranks: l
 @pytest.mark.slow
 def test_what_cannot_be_stepped_in_parts_is_refused(ranks: list[Any]) -> None:
     for rank in ranks:
+        assert rank["static graph"].startswith("ValueError: accumulate_grad_batches=2: with static_graph=True")
         assert rank["amsgrad"].startswith("RuntimeError")
         assert "amsgrad" in rank["amsgrad"]
         assert "norm.bias" in rank["unfrozen"]
@@ -121,6 +123,7 @@ def test_a_rank_that_dies_ends_the_others(tmp_path: Path) -> None:
     began = time.monotonic()
     launch(tmp_path, "dies", check=False, timeout=150)
     assert not list(tmp_path.glob("dies.*.pt"))
+    assert "terminated with code 7" in (tmp_path / "dies.log").read_text()  # Lightning's launcher says which
     assert time.monotonic() - began < 140
 
 
@@ -134,6 +137,7 @@ def test_a_rank_that_dies_ends_the_others(tmp_path: Path) -> None:
         ({"device_memory": "1GiB"}, "device_memory"),
         ({"device": "cpu"}, "device"),
         ({"model_averaging_period": 4}, "model_averaging_period"),
+        ({"ddp_comm_state": PostLocalSGDState(None, None, 10)}, "ddp_comm_state"),
         ({"update": "sometimes"}, "sometimes"),
         ({"cpu_threads": 0}, "cpu_threads"),
     ],

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from lightning_cpu_offload import CPUOffloadPrecision, CPUOffloadStrategy
+from lightning_cpu_offload.kernels.threads import physical_cores
 from tests.ddp.driver import launch
 from tests.ddp.events import Pairs
 from tests.ddp.ranks import batches_of_ranks
@@ -22,6 +23,7 @@ CASE = Case("plain", "32-true", 1, "none", "adamw")
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "exact": {},
+    "threads": {"cpu_threads": None},
     "delayed": {"update": "delayed", "exact_steps": 1},
     "bfloat16": {"state_dtype": "bfloat16"},
     "float8": {"state_dtype": "float8"},
@@ -38,7 +40,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, 
 
 def one_device(module: NetworkModule, batches: list[Any], options: dict[str, Any]) -> NetworkModule:
     precision = CPUOffloadPrecision("32-true")
-    strategy = CPUOffloadStrategy(cpu_threads=1, precision_plugin=precision, **options)
+    strategy = CPUOffloadStrategy(precision_plugin=precision, **{"cpu_threads": 1, **options})
     data: Any = torch.utils.data.DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
     quiet_trainer(strategy=strategy, max_epochs=EPOCHS).fit(module, data)
     return module
@@ -63,6 +65,15 @@ def test_two_ranks_are_one_device_with_both_batches(name: str, ranks: dict[int, 
 def test_one_rank_is_one_device(name: str, ranks: dict[int, list[dict[str, Any]]]) -> None:
     module = one_device(NetworkModule(CASE), make_batches(CASE), OPTIONS[name])
     assert_same(ranks[1][0][name], module)
+
+
+@pytest.mark.slow
+def test_ranks_share_the_cores_whatever_the_launcher_says(ranks: dict[int, list[dict[str, Any]]]) -> None:
+    """`OMP_NUM_THREADS` was 1 for all of them."""
+    assert ranks[1][0]["threads"]["threads"] == physical_cores()
+    for rank in ranks[2]:
+        assert rank["threads"]["threads"] == max(1, physical_cores() // 2)
+        assert rank["exact"]["threads"] == 1
 
 
 @pytest.mark.slow
