@@ -24,9 +24,10 @@ from lightning_cpu_offload.checkpoint import StreamingCheckpointIO
 from lightning_cpu_offload.hooks import SharedHooks, check_options
 from lightning_cpu_offload.kernels.threads import physical_cores
 from lightning_cpu_offload.namespaces import in_each_namespace, pl
-from lightning_cpu_offload.offload.attach import Attachment, Settings
+from lightning_cpu_offload.offload.attach import Attachment
 from lightning_cpu_offload.offload.deferred import materialized
 from lightning_cpu_offload.offload.partition import Partition
+from lightning_cpu_offload.offload.settings import Settings
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import DDPStrategy as Base

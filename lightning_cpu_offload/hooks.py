@@ -20,12 +20,13 @@ from lightning_cpu_offload.averages import Averages
 from lightning_cpu_offload.checkpoint import StreamingCheckpointIO
 from lightning_cpu_offload.compare import require_module_fits, require_optimizers_fit
 from lightning_cpu_offload.namespaces import join, namespace_of, pl, rank_zero
-from lightning_cpu_offload.offload.attach import Attachment, Settings
+from lightning_cpu_offload.offload.attach import Attachment
 from lightning_cpu_offload.offload.mapped import give_back
 from lightning_cpu_offload.offload.moments import STATE_DTYPES
 from lightning_cpu_offload.offload.partition import Partition
 from lightning_cpu_offload.offload.pipeline import BETWEEN_STEPS
 from lightning_cpu_offload.offload.probe import require_host_step, require_reducible
+from lightning_cpu_offload.offload.settings import Settings
 from lightning_cpu_offload.precision import precision_for
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from typing_extensions import override
 
 from lightning_cpu_offload.hooks import SharedHooks, check_options, require_among
 from lightning_cpu_offload.namespaces import in_each_namespace, pl
-from lightning_cpu_offload.offload.attach import Settings
 from lightning_cpu_offload.offload.fused import is_fused
+from lightning_cpu_offload.offload.settings import Settings
 from lightning_cpu_offload.offload.sizes import parse_bytes
 from lightning_cpu_offload.precision import is_overridden
 

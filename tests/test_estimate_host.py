@@ -20,7 +20,8 @@ RATES = {"flops": 35e12, "d2h": 24e9, "h2d": 24e9, "host": 60e9, "device": 570e9
 HOST_GROWTH = """
 import sys, psutil, torch
 from lightning_cpu_offload import kernels
-from lightning_cpu_offload.offload.attach import Attachment, Settings
+from lightning_cpu_offload.offload.attach import Attachment
+from lightning_cpu_offload.offload.settings import Settings
 kernels.warm_up()
 class Net(torch.nn.Module):
     def __init__(self):

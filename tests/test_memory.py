@@ -20,9 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_cpu_offload.offload import attach, memory
-from lightning_cpu_offload.offload.attach import Attachment, Settings
+from lightning_cpu_offload.offload.attach import Attachment
 from lightning_cpu_offload.offload.memory import HostArena, HostMemory, allocate_ring
 from lightning_cpu_offload.offload.pipeline import RING_DEPTH, Pipeline
+from lightning_cpu_offload.offload.settings import Settings
 from lightning_cpu_offload.offload.transfer import InlineEngine
 
 CPU = torch.device("cpu")

@@ -6,9 +6,9 @@ import math
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,9 @@ from lightning_cpu_offload.offload.partition import Partition
 from lightning_cpu_offload.offload.pipeline import EARLY_DEPTH, RING_DEPTH, SLOT_BYTES, Pipeline
 from lightning_cpu_offload.offload.region import Region
 from lightning_cpu_offload.offload.resident import choose, require_adam, resident_bytes
+from lightning_cpu_offload.offload.settings import Settings
 from lightning_cpu_offload.offload.shown import hit_without_trace, shown
+from lightning_cpu_offload.offload.tensors import names_of, require_initialised, tensors_of
 from lightning_cpu_offload.offload.transfer import Engine, make_engine
 from lightning_cpu_offload.offload.watch import Watch
 
@@ -42,39 +44,6 @@ DtypeRule = Callable[[nn.Module, Tensor, bool], torch.dtype]
 The third argument says whether others may write to it while it is held, in steps too small for BF16: while training,
 all that no optimizer of the module steps (the weights of a momentum teacher, or of another library).
 """
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What the user chose.
-
-    Attributes:
-        gradients: `"device"`: on the parameters until the step. `"host"`: each leaves when autograd has it.
-            `"auto"`: on the device if they fit there beside the weights, and as much again is left for activations.
-        update: `"exact"`; `"early"`: the same, begun under the last backward; or `"delayed"`: weights follow their
-            masters one step later.
-        exact_steps: With delayed updates, so many steps are exact first.
-        nonfinite: What to do when a gradient is not finite: `"skip"` the step, or `"raise"`.
-        pin_memory: Page-lock the staging buffers: True, False, or `"auto"` (where the machine allows it).
-        cpu_threads: Threads of the host step; None: one for each physical core this process may use.
-        check_memory: Compare what is needed with what is free before anything is allocated.
-        device_fraction: Part of the masters and moments that is kept and stepped on the device.
-        device_memory: The same as a number of bytes; None: by the fraction.
-        state_dtype: What Adam's moments are held in: `"float32"`, `"bfloat16"` or `"float8"`.
-        local_ranks: Processes on this machine that train the module together.
-    """
-
-    gradients: Literal["device", "host", "auto"] = "device"
-    update: Literal["exact", "early", "delayed"] = "exact"
-    exact_steps: int = 0
-    nonfinite: Literal["skip", "raise"] = "skip"
-    pin_memory: bool | Literal["auto"] = "auto"
-    cpu_threads: int | None = None
-    check_memory: bool = True
-    device_fraction: float = 0.0
-    device_memory: int | None = None
-    state_dtype: Literal["float32", "bfloat16", "float8"] = "float32"
-    local_ranks: int = 1
 
 
 class Attachment:
@@ -106,14 +75,14 @@ class Attachment:
         settings: Settings,
         partition: Partition | None = None,
     ) -> None:
-        _require_initialised(module)
+        require_initialised(module)
         self.memory = HostMemory()
         self.threads = ThreadPool(settings.cpu_threads)
         self._device = device
         self._partition = partition
         self._rule = rule
-        self._owners = {tensor: owner for owner, tensor in _tensors(module)}
-        self._names = dict(_names(module))
+        self._owners = {tensor: owner for owner, tensor in tensors_of(module)}
+        self._names = dict(names_of(module))
         self._order = {tensor: index for index, tensor in enumerate(self._owners)}
         self._masters: dict[Tensor, Master] = {}
         self._region_of: dict[Tensor, Region] = {}
@@ -456,32 +425,6 @@ def _warns(what: str) -> Iterator[None]:
         yield
     except RuntimeError as error:
         warnings.warn(f"{what} could not be read back ({error}).", stacklevel=4)
-
-
-def _tensors(module: nn.Module) -> Iterable[tuple[nn.Module, Tensor]]:
-    """Every parameter and buffer once, with the module that owns it first."""
-    seen = set()
-    for owner in module.modules():
-        for tensor in (*owner._parameters.values(), *owner._buffers.values()):
-            if tensor is not None and tensor not in seen:
-                seen.add(tensor)
-                yield owner, tensor
-
-
-def _names(module: nn.Module) -> Iterable[tuple[Tensor, str]]:
-    for name, parameter in module.named_parameters():
-        yield parameter, name
-    for name, buffer in module.named_buffers():
-        yield buffer, name
-
-
-def _require_initialised(module: nn.Module) -> None:
-    for name, parameter in module.named_parameters():
-        if isinstance(parameter, nn.parameter.UninitializedParameter):
-            raise ValueError(
-                f"parameter {name!r} is lazy and has no shape yet, so it can have no master. "
-                "Run the module once on a dummy batch, in configure_model for instance."
-            )
 
 
 def _slot_bytes(module: nn.Module, unit: int, ranks: int) -> int:

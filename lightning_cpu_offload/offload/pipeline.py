@@ -316,7 +316,7 @@ class Pipeline:
         self.engine.wait("d2h", self._ready)
 
     def _submit(self, flight: Flight, parts: Sequence[Callable[[], None]]) -> None:
-        tasks = [Task(partial(_guard, flight, part)) for part in parts]
+        tasks = [Task(partial(flight.attempt, part)) for part in parts]
         flight.tasks += tasks
         try:
             self.engine.submit(tasks)
@@ -442,13 +442,3 @@ class Pipeline:
         with torch._C.DisableTorchFunction():  # the gate would wait for what leaves only now
             for index in range(len(flight.ranges)):
                 self._push(flight, index)
-
-
-def _guard(flight: Flight, part: Callable[[], None]) -> None:
-    """A part of a flight on the host thread: after a failure nothing more is done, and the training thread hears."""
-    if flight.grounded:
-        return
-    try:
-        part()
-    except BaseException as error:
-        flight.grounded, flight.error = True, error
