@@ -1,6 +1,6 @@
 """Predict the step of 1 to 128 data-parallel ranks under `strategy="cpu_offload_ddp"`, from sizes and rates alone.
 
-    python benchmarks/scaling.py [--network GB/s] [--latency-us T] [--pcie ...] [--json PATH]
+    python benchmarks/scaling.py [--network GB/s] [--latency-us T] [--to-owner] [--pcie ...] [--json PATH]
 
 Nothing is run. Each rank computes its own micro-batches (weak scaling), steps 1/N of the parameters on its host and has
 its own memory bandwidth there; `lightning_cpu_offload/estimate/ranks.py` says how the network is shared. Efficiency is
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +27,13 @@ from lightning_cpu_offload.offload.pipeline import RING_DEPTH, SLOT_BYTES
 RANKS = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
-def predict(window: Window, rates: Rates, staging: Staging, network: float, latency: float) -> list[dict[str, Any]]:
+def predict(window: Window, rates: Rates, staging: Staging, network: Network) -> list[dict[str, Any]]:
     """One row for each number of ranks."""
-    alone = partitioned_time(window, rates, staging, Network(1, network, latency))
+    alone = partitioned_time(window, rates, staging, replace(network, ranks=1))
     on_device = step_time(window, rates, staging, "device").seconds
     rows = []
     for ranks in RANKS:
-        joined = Network(ranks, network, latency)
+        joined = replace(network, ranks=ranks)
         seconds = partitioned_time(window, rates, staging, joined)
         rows.append(
             {
@@ -51,6 +52,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--network", type=float, default=10.0, help="GB/s of each rank, each way")
     parser.add_argument("--latency-us", type=float, default=5.0, help="microseconds of an operation for each rank")
+    parser.add_argument("--to-owner", action="store_true", help="gradients summed up on their owner alone; not built")
     parser.add_argument("--pcie", type=float, default=24.0, help="GB/s each way")
     parser.add_argument("--host", type=float, default=60.0, help="GB/s of the host step of each rank")
     parser.add_argument("--device", type=float, default=570.0, help="GB/s of device memory")
@@ -66,6 +68,7 @@ def main() -> None:
     args = parse()
     rates = Rates(args.tflops * 1e12, args.pcie * 1e9, args.pcie * 1e9, args.host * 1e9, args.device * 1e9)
     staging = Staging(SLOT_BYTES, RING_DEPTH)
+    network = Network(1, args.network * 1e9, args.latency_us * 1e-6, to_owner=args.to_owner)
     print("| model | window of a rank | ranks | step, ms | efficiency | beside AdamW on the device |")
     print("|---|---|--:|--:|--:|--:|")
     found = []
@@ -73,7 +76,7 @@ def main() -> None:
         units = gpt_units(MODELS[model], args.tokens)
         for accumulate in (16, 1):
             window = Window(units, accumulate, clip=True)
-            for row in predict(window, rates, staging, args.network * 1e9, args.latency_us * 1e-6):
+            for row in predict(window, rates, staging, network):
                 found.append({"model": model, "accumulate": accumulate, **row})
                 shares = f"{100 * row['efficiency']:.1f} % | {100 * row['beside_device']:.1f} %"
                 print(f"| {model} | {accumulate} x {args.tokens} | {row['ranks']} | {row['ms']:.0f} | {shares} |")

@@ -79,7 +79,8 @@ def test_host_bytes_are_those_the_strategy_allocates(options: dict[str, Any]) ->
 HOST_GROWTH = """
 import sys, psutil, torch
 from lightning_cpu_offload import kernels
-from lightning_cpu_offload.offload.attach import Attachment, Settings
+from lightning_cpu_offload.offload.attach import Attachment
+from lightning_cpu_offload.offload.settings import Settings
 kernels.warm_up()
 class Net(torch.nn.Module):
     def __init__(self):

@@ -12,13 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from lightning_cpu_offload.offload import attach
-from lightning_cpu_offload.offload.attach import Attachment, Settings
+from lightning_cpu_offload.offload.attach import Attachment
 from lightning_cpu_offload.offload.flight import Flight
 from lightning_cpu_offload.offload.masters import Master
 from lightning_cpu_offload.offload.memory import HostMemory
 from lightning_cpu_offload.offload.pipeline import RING_DEPTH, Pipeline
 from lightning_cpu_offload.offload.plan import Chunk
 from lightning_cpu_offload.offload.region import Region
+from lightning_cpu_offload.offload.settings import Settings
 from lightning_cpu_offload.offload.transfer import Engine, InlineEngine, Lane
 from lightning_cpu_offload.offload.worker import Task
 from tests.engines import DeferredEngine, Event, Schedule

@@ -13,7 +13,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_cpu_offload.offload.moments import NAMES, FloatMoments, ReducedMoments, ReducedTensor, make_moments
+from lightning_cpu_offload.offload.moments import (
+    NAMES,
+    FloatMoments,
+    ReducedMoments,
+    ReducedTensor,
+    make_moments,
+    saved,
+)
 from lightning_cpu_offload.offload.region import Region
 
 View = tuple[Tensor, Tensor, Tensor]
@@ -70,7 +77,7 @@ class AdamState:
             self._steps[region][index] = float(step)
         for name, moment in zip(NAMES, view[1:], strict=True):
             if state.get(name) is not moment:
-                self.moments[region].put(moment, state.get(name))
+                self.moments[region].put(index, moment, state.get(name))
         state.update(zip(("step", *NAMES), view, strict=True))
 
     def adopt(self, regions: Iterable[Region]) -> None:
@@ -99,6 +106,14 @@ class AdamState:
         with torch._C.DisableTorchFunction():  # the gate would wait for them; here nobody touches their elements
             arenas = [arena.flat(0, arena.numel) for moments in self.moments.values() for arena in moments.arenas]
             return arenas + [torch.from_numpy(steps) for steps in self._steps.values()]
+
+    def saved(self, regions: Iterable[Region], parameter: Tensor, deferring: bool) -> dict[str, Tensor]:
+        """The moments of a parameter if other ranks hold parts of them, for a state dict; see `moments.saved`."""
+        for region in regions:
+            for index, master in enumerate(region.masters):
+                if master.tensor is parameter and region.spread is not None and region in self.moments:
+                    return saved(self.moments[region], index, master.name, deferring)
+        return {}
 
     def bring_home(self, regions: Iterable[Region]) -> None:
         """Give state that is on the device to the optimizer on the CPU; training is over."""

@@ -90,11 +90,13 @@ class HookedOptimizer:
                 f"update='delayed' is for Adam and AdamW: {type(optimizer).__name__} makes exact steps.", stacklevel=2
             )
         self._admit()
+        self._save_handles = [
+            optimizer.register_state_dict_pre_hook(self._before_save),
+            optimizer.register_state_dict_post_hook(self._after_save, prepend=True),
+        ]
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
-            optimizer.register_state_dict_pre_hook(self._before_save),
-            optimizer.register_state_dict_post_hook(self._after_save, prepend=True),
             optimizer.register_load_state_dict_pre_hook(self._before_load),
             optimizer.register_load_state_dict_post_hook(self._after_load, prepend=True),
         ]
@@ -144,6 +146,9 @@ class HookedOptimizer:
         self._body.put_back()
         for handle in self._handles:
             handle.remove()
+        if not any(region.spread for region in self.regions):  # else it is still in the memory of all ranks
+            for handle in self._save_handles:
+                handle.remove()
         if self._fused is not None:
             self._fused.bring_home()
 
@@ -175,6 +180,7 @@ class HookedOptimizer:
         else:
             if any(region.resident for region in self.regions):
                 require_adam([self.optimizer])
+            self._require_all_here()
             self._engaged = self._body
             self._body.begin(due, self.num_steps, clip)
 
@@ -223,6 +229,7 @@ class HookedOptimizer:
         return False
 
     def _before_save(self, _optimizer: Any) -> None:
+        self._saved_shares()  # before a wait in which other ranks may have no part
         self._host.land()
         if self._kernel is not None:
             self._kernel.end()  # a signal handler may save in the middle of a step
@@ -233,7 +240,26 @@ class HookedOptimizer:
             self._kernel.hide()
         state = state_dict["state"]
         copies = {index: {**state[index], **_on_host(state[index])} for index in resident if index in state}
+        copies.update((index, {**state[index], **moments}) for index, moments in self._saved_shares().items())
         return {**state_dict, "state": {**state, **copies}} if copies else None
+
+    def _saved_shares(self) -> dict[int, dict[str, Tensor]]:
+        """Moments of which other ranks hold parts, by the parameter's number, as they may be saved."""
+        partition = self._host.partition
+        if self._fused is None or partition is None:
+            return {}
+        stateful = [(index, p) for index, p in enumerate(self.parameters()) if self.optimizer.state.get(p)]
+        found = {index: self._fused.saved(parameter, partition.deferring) for index, parameter in stateful}
+        return {index: moments for index, moments in found.items() if moments}
+
+    def _require_all_here(self) -> None:
+        """Whether the optimizer's own body finds all of what it is to step."""
+        if any(region.spread for region in self.regions):
+            raise RuntimeError(
+                f"{type(self.optimizer).__name__}: its own step is needed for the options it has now (amsgrad, "
+                "differentiable), or for its class, but its parameters are spread over the ranks, as Adam and AdamW "
+                "step them. Set the options when the optimizer is made, and give each parameter to one optimizer."
+            )
 
     def _before_load(self, _optimizer: Any, state_dict: dict[str, Any]) -> None:
         # torch casts loaded state to the dtype and device of the parameters it finds: it must find the masters.
@@ -252,6 +278,8 @@ class HookedOptimizer:
         added = self._trained.admit(with_state)
         if not added:
             return
+        if not self.is_fused:
+            self._require_all_here()
         self._host.land()
         for region in added:
             self._host.watch.remember(region)
@@ -262,7 +290,7 @@ class HookedOptimizer:
         if self._fused is not None and self.is_fused:
             self._fused.allocate()
         chunks = self._trained.chunks
-        self._host.pipeline.reserve(len(chunks), sum(region.resident for region, _ in chunks))
+        self._host.pipeline.reserve(len(chunks), sum(not region.takes_slot(chunk) for region, chunk in chunks))
         self._own_state(master.tensor for region in added for master in region.masters)
 
     def _own_state(self, parameters: Iterable[Tensor]) -> None:

@@ -88,6 +88,8 @@ class KernelStep:
         finite = is_finite([master.tensor.grad for master in due]) if norm is None else norm.isfinite()
         not_finite = finite.logical_not().to(self._host.pipeline.engine.device, torch.uint8).view(1)
         checks = not_finite if opened is not None else torch.cat([not_finite, self._writes.hidden()])
+        if self._host.partition is not None:
+            self._host.partition.join(checks)  # else a rank that skips a step would not send its part of it
         flight = opened or Flight([], self._fused.work, on_device=self._fused.step_on_device)
         begun = {(region, chunk.start) for region, chunk in flight.chunks}
         rest = [item for item in self._trained.due_chunks(due) if (item[0], item[1].start) not in begun]

@@ -9,8 +9,11 @@ import torch
 from torch import Tensor
 
 from lightning_cpu_offload.offload.masters import Master, Standing
-from lightning_cpu_offload.offload.memory import Arena, HostMemory, end_to_end, own_storage
+from lightning_cpu_offload.offload.memory import Arena, HostArena, HostMemory, end_to_end, own_storage
+from lightning_cpu_offload.offload.partition import Partition
 from lightning_cpu_offload.offload.plan import Chunk, Piece, cut, offsets
+from lightning_cpu_offload.offload.share import Share
+from lightning_cpu_offload.offload.spread import FLOATS, Layout
 
 SMALL = 1 << 14
 """Elements below which gradients are copied together: more calls than bytes."""
@@ -42,10 +45,13 @@ class Region:
         memory: Where host memory comes from.
         slot_bytes: What one chunk may occupy on the device.
         resident: Keep the masters, and all that belongs to them, on the device, where they are stepped.
+        partition: The ranks among which the chunks are dealt out; None: this one has them all.
 
     Attributes:
         resident: Whether they are there.
         standing: Of all masters in it.
+        partition: As given.
+        spread: Which rank owns which elements; None: this one all.
         master: FP32 values, one arena.
         weights: Compute copies, one device vector; each parameter's data is a view of it.
         gradients: FP32 gradients of the masters, once `allocate_gradients` was called.
@@ -61,6 +67,7 @@ class Region:
         memory: HostMemory,
         slot_bytes: int,
         resident: bool = False,
+        partition: Partition | None = None,
     ) -> None:
         numels = [master.host.numel() for master in masters]
         self.masters = list(masters)
@@ -75,6 +82,8 @@ class Region:
         self.chunks = cut(numels, self.chunk_numel)
         self.resident = resident
         self.standing = Standing()
+        self.partition = partition
+        self.spread = None if partition is None else partition.deal(self.chunks)
         self._memory = memory
         self._device = device
         self.master = self.arena("masters")
@@ -88,12 +97,15 @@ class Region:
         if self.gradients is None:
             self.gradients = self.arena("gradients")
 
-    def arena(self, name: str, numel: int | None = None) -> Arena:
+    def arena(self, name: str, numel: int | None = None, layout: Layout = FLOATS) -> Arena:
         """FP32 zeros, one for each parameter if not told otherwise, where the masters are; counted if on the host."""
         count = self.numel if numel is None else numel
         if self.resident:
             return self._memory.device_arena(count, self._device)
-        return self._memory.arena(name, count)
+        arena = self._memory.arena(name, count, self.spread, layout)
+        if self.partition is not None:
+            self.partition.register(arena)
+        return arena
 
     def view(self, arena: Arena, index: int) -> Tensor:
         """Parameter `index`'s part of an arena, in the parameter's shape."""
@@ -129,6 +141,18 @@ class Region:
             open_until = piece.stop if small else -1
         return found
 
+    def owner(self, chunk: Chunk) -> int:
+        """The rank that steps a chunk."""
+        return 0 if self.spread is None else self.spread.parts[self.number(chunk)][2]
+
+    def is_owned(self, chunk: Chunk) -> bool:
+        """Whether this rank steps a chunk."""
+        return self.spread is None or self.owner(chunk) == self.spread.rank
+
+    def takes_slot(self, chunk: Chunk) -> bool:
+        """Whether the host of this rank steps a chunk, so that it passes through a staging buffer."""
+        return not self.resident and self.is_owned(chunk)
+
     def number(self, chunk: Chunk) -> int:
         """Which of its chunks a chunk is."""
         return chunk.start // self.chunk_numel
@@ -161,6 +185,10 @@ class Region:
         master.host, master.resident, master.standing = host, self.resident, self.standing
         view = own_storage(self.weights, self.offsets[index], host.shape, self.strides[index])
         view.copy_(host)
+        if self.partition is not None and isinstance(self.master, HostArena):
+            place = self.offsets[index], self.offsets[index + 1]
+            master.share = Share(self.master, self.partition, self.weights, place)
+            master.share.release()
         gradient = master.tensor.grad
         master.tensor.grad = None
         master.bind(view)
