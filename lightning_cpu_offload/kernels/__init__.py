@@ -59,11 +59,12 @@ def warm_up(*, host_gradients: bool = False, amsgrad: bool = False, state_dtype:
         state_dtype: What the moments are kept in: "float32" or a key of `MOMENTS`.
     """
     threads = ThreadPool(1)
-    words = np.zeros(1, np.uint16)
+    words, others = np.zeros((2, 1), np.uint16)
     param, values, exp_avg, exp_avg_sq, maximum = np.zeros((5, 1), np.float32)
     options: dict[str, Any] = {"lr": 0.0, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0}
     options |= {"decoupled": True, "step": 1, "threads": threads}
-    pairs: list[tuple[Any, Any]] = [(words, words), (values, values), *([(values, words)] if host_gradients else [])]
+    pairs: list[tuple[Any, Any]] = [(words, words), (values, values)]
+    pairs += [(values, words), (others, words)] if host_gradients else []
     for gradient, weight in pairs:
         if state_dtype != "float32":
             MOMENTS[state_dtype](1).step(param, gradient, weight, first=0, **options)
@@ -73,4 +74,5 @@ def warm_up(*, host_gradients: bool = False, amsgrad: bool = False, state_dtype:
     if host_gradients:
         accumulate(values, words, store=True, threads=threads)
         accumulate(values, maximum, store=True, threads=threads)
+        accumulate(others, words, store=True, threads=threads)
     fingerprint(np.zeros(1, np.uint64), threads=threads)
