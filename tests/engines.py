@@ -234,7 +234,7 @@ class DeferredEngine(Engine):
         result = func(*args, **kwargs)
         if func is torch.ops.aten.lift_fresh.default:  # of a tensor made from Python numbers, its only trace
             self.order.allocated(span_of(result))
-        elif not _is_view(func):
+        elif not (_may_be_view(func) and _share_storage(result, args)):
             self._note_operation(func, args, kwargs, result)
         return result
 
@@ -403,15 +403,21 @@ class _Recorder(TorchDispatchMode):
 
 @cache
 def _aliases(func: Any) -> tuple[list[bool], dict[str, bool], bool]:
-    """Which arguments are written to, by place and by name; and whether the result is a view."""
+    """Which arguments are written to, by place and by name; and whether the result may be a view."""
     schema = func._schema
     written = {a.name: a.alias_info is not None and a.alias_info.is_write for a in schema.arguments}
     view = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
     return list(written.values()), written, view
 
 
-def _is_view(func: Any) -> bool:
+def _may_be_view(func: Any) -> bool:
     return _aliases(func)[2]
+
+
+def _share_storage(result: Any, args: Any) -> bool:
+    """Whether a result is a view in fact: `to` and `reshape` may have copied."""
+    places = {tensor.untyped_storage().data_ptr() for tensor in _tensors(args)}
+    return all(tensor.untyped_storage().data_ptr() in places for tensor in _tensors(result))
 
 
 def _operands(func: Any, args: Any, kwargs: Any) -> tuple[list[Tensor], list[Tensor]]:

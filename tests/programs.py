@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_cpu_offload import CPUOffloadPrecision, CPUOffloadStrategy, kernels
-from lightning_cpu_offload.offload import attach, gate
+from lightning_cpu_offload.offload import attach, gate, sums
 from lightning_cpu_offload.offload.attach import Attachment
 from lightning_cpu_offload.offload.bits import words
 from lightning_cpu_offload.offload.settings import Settings
@@ -112,6 +112,8 @@ def on_engine(engine: Engine, *, kernel: bool = False, slot_bytes: int = SLOT_BY
     patches: list[AbstractContextManager[Any]] = [
         mock.patch.object(attach, "make_engine", return_value=engine),
         mock.patch.object(attach, "SLOT_BYTES", slot_bytes),
+        mock.patch.object(sums, "LEAST_KEPT", 1),
+        mock.patch.object(sums, "BLOCK", 1),
         mock.patch.object(
             gate, "_something_is_compiled", return_value=False
         ),  # another test may have compiled something

@@ -59,6 +59,19 @@ def test_further_gradients_are_added_in_float32(size: int, dtype: Any, factor: f
     assert_square_sum(squares, total)
 
 
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_bfloat16_total_is_rounded_to_nearest_even(size: int, dtype: Any) -> None:
+    total, gradient = make_gradient(size, np.uint16, seed=0), make_gradient(size, dtype, seed=1)
+    expected = widened(total) + widened(gradient)
+    squares = accumulate(total, gradient, store=False, threads=ONE)
+    np.testing.assert_array_equal(total, bfloat16(expected))
+    assert_square_sum(squares, expected)
+    squares = accumulate(total, gradient, store=True, threads=ONE)
+    np.testing.assert_array_equal(total, bfloat16(widened(gradient)))
+    assert_square_sum(squares, widened(gradient))
+
+
 def test_square_sum_comparison_notices_one_small_element() -> None:
     values = make_gradient(4097, np.float32, seed=1)
     values[617] = 1e-4

@@ -92,6 +92,7 @@ REDUNDANT = {
 """Waits that may go, each with the reason."""
 
 ELSEWHERE = {
+    "attach.gradient: self.land()": "test_sums.py::test_the_exact_gradient_waits_for_the_step_that_reads_it",
     "masters._on_save: self._land()": "test_delayed.py::test_reading_drains: the module's state, a part's state",
     "attach.masters_shown: self.land()": "test_delayed.py::test_averages_drain_a_step_that_no_gate_guards",
 }

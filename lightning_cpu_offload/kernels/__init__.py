@@ -60,7 +60,7 @@ def warm_up(*, host_gradients: bool = False, state_dtype: str = "float32") -> fl
     """
     began = time.perf_counter()
     threads = ThreadPool(1)
-    words = np.zeros(1, np.uint16)
+    words, others = np.zeros((2, 1), np.uint16)
     param, values, sums, exp_avg, exp_avg_sq = np.zeros((5, 1), np.float32)
     options: dict[str, Any] = {"lr": 0.0, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0}
     options |= {"decoupled": True, "step": 1, "threads": threads}
@@ -68,13 +68,17 @@ def warm_up(*, host_gradients: bool = False, state_dtype: str = "float32") -> fl
     if moments is not None:
         for name in ("exp_avg", "exp_avg_sq"):
             moments.set(name, 0, moments.get(name, 0, 1))
-    for weight in (words, values):
-        gradient = sums if host_gradients else weight
+    steps: list[tuple[Any, Any]] = [(words, words), (values, values)]
+    sources: list[tuple[Any, Any]] = []
+    if host_gradients:
+        steps = [(sums, words), (others, words), (sums, values)]
+        sources = [(sums, words), (sums, values), (others, words)]
+    for gradient, weight in steps:
         if moments is not None:
             moments.step(param, gradient, weight, first=0, **options)
         else:
             adamw(param, gradient, weight, exp_avg, exp_avg_sq, **options)
-        if host_gradients:
-            accumulate(sums, weight, store=True, threads=threads)
+    for total, gradient in sources:
+        accumulate(total, gradient, store=True, threads=threads)
     fingerprint(words, threads=threads)
     return time.perf_counter() - began

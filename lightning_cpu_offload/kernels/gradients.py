@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .arrays import check_array
-from .bfloat16 import read
+from .bfloat16 import read, write
 from .intrinsics import fetch_add
 from .jit import kernel
 from .threads import ThreadPool
@@ -43,8 +43,8 @@ def _accumulate_shares(total: Any, gradient: Any, store: Any, factor: Any, sums:
                 i = np.uint64(row) + lane
                 value = read(gradient, i) * factor
                 if not store:
-                    value += total[i]
-                total[i] = value
+                    value += read(total, i)
+                write(total, i, value)
                 lanes[lane] += np.float64(value) * np.float64(value)
         share_sum = 0.0
         for lane in range(LANES):
@@ -53,7 +53,7 @@ def _accumulate_shares(total: Any, gradient: Any, store: Any, factor: Any, sums:
 
 
 def accumulate(
-    total: NDArray[np.float32],
+    total: NDArray[np.float32] | NDArray[np.uint16],
     gradient: NDArray[np.uint16] | NDArray[np.float32],
     *,
     store: bool,
@@ -63,19 +63,21 @@ def accumulate(
     """Add a gradient to a total, or begin a total with it; return the sum of squares of the new total.
 
     Args:
-        total: The total, float32[n]; `total + scale * gradient` afterwards, each operation rounded to float32.
+        total: The total, [n]; `total + scale * gradient` afterwards, each operation rounded to float32, and the sum
+            to nearest even where `total` is BF16 numbers in uint16. A BF16 gradient that is stored there is exact.
         gradient: BF16 numbers in uint16, or float32, [n]; does not overlap `total`.
         store: Begin anew: `total` becomes `scale * gradient`, whatever was in it.
         scale: Factor of the gradient.
         threads: Who does the work.
 
     Returns:
-        The sum over all elements of `total**2`; infinite or NaN if and only if an element is.
+        The sum over all elements of `total**2`, before a BF16 total is rounded; infinite or NaN if and only if an
+        element is.
 
     Raises:
         ValueError: If an array is not as described.
     """
-    check_array("total", total, total.size, np.float32)
+    check_array("total", total, total.size, np.float32, np.uint16)
     check_array("gradient", gradient, total.size, np.uint16, np.float32)
     next_share = np.zeros(1, np.int64)
     sums = np.zeros(math.ceil(gradient.size / SHARE))

@@ -151,6 +151,8 @@ class Attachment:
         if parameter.grad is None or self.host is None:
             return None
         if isinstance(parameter.grad, HostGradient):
+            # Hazard: a step under way would read a sum that is clipped, or widened, in its place meanwhile.
+            self.land()
             return parameter.grad.home.total().clone()
         return parameter.grad.detach().to("cpu", torch.float32, copy=True)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -20,6 +20,7 @@ from lightning_cpu_offload.offload.masters import Master
 from lightning_cpu_offload.offload.moments import FloatMoments, ReducedMoments
 from lightning_cpu_offload.offload.plan import Chunk
 from lightning_cpu_offload.offload.region import Region, Source
+from lightning_cpu_offload.offload.sums import Sums
 from lightning_cpu_offload.offload.trained import Trained
 
 Due = tuple[int, int]
@@ -123,16 +124,19 @@ class FusedAdamW:
             ranges.append((start, stop))
         return ranges
 
-    def work_on_host_gradients(self, region: Region, chunk: Chunk, staged: Tensor) -> Sequence[tuple[int, int]]:
-        """Step one chunk with the gradients in the region's arena; staged weights out."""
-        assert region.gradients is not None
+    def work_on_host_gradients(
+        self, sums: Mapping[Region, Sums], region: Region, chunk: Chunk, staged: Tensor
+    ) -> Sequence[tuple[int, int]]:
+        """Step one chunk with the gradients on the host; staged weights out."""
+        gradients = sums[region]
         if self.clip.max_value is not None:
-            self.clip.apply(region.gradients.flat(chunk.start, chunk.stop))
+            self.clip.apply(gradients.total(chunk.start, chunk.stop))
         scale = self.clip.scale if self.clip.max_value is None else 1.0
         ranges = []
         for start, stop, due in self._runs(region, chunk):
-            weights = staged[start - chunk.start : stop - chunk.start]
-            self._step(region, start, stop, due, region.gradients.flat(start, stop), weights, scale)
+            for first, last, gradient in gradients.parts(start, stop):
+                weights = staged[first - chunk.start : last - chunk.start]
+                self._step(region, first, last, due, gradient, weights, scale)
             ranges.append((start, stop))
         return ranges
 

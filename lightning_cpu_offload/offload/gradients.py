@@ -21,13 +21,12 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lightning_cpu_offload import kernels
 from lightning_cpu_offload.kernels.threads import ThreadPool
-from lightning_cpu_offload.offload.bits import as_array
 from lightning_cpu_offload.offload.clip import Clip
 from lightning_cpu_offload.offload.masters import Master
 from lightning_cpu_offload.offload.memory import HostMemory, allocate_ring
 from lightning_cpu_offload.offload.region import Region
+from lightning_cpu_offload.offload.sums import Sums
 from lightning_cpu_offload.offload.transfer import Engine
 from lightning_cpu_offload.offload.worker import Task
 
@@ -137,29 +136,35 @@ def _is_gradient(first: HostGradient, others: Any, kwargs: Any) -> bool:
 
 @dataclass(eq=False)
 class _Home:
-    """The sum of one parameter's gradients, in its region's arena.
+    """The sum of one parameter's gradients.
 
     Attributes:
         stream: By which gradients come.
-        region: Whose arena.
+        region: Whose parameter it is.
         index: Which of its parameters.
+        sums: The region's.
         dtype: Of the gradient as autograd makes it.
         squares: The sum of squares of each piece as it is now, by its first element.
         clip: What was done to the gradient in a step, and has to be done to the sum before anybody sees it.
         fresh: What comes next begins a new sum.
+        alone: The last sum that began is of one gradient, and only a step has read it: the next one may be, too.
     """
 
     stream: GradientStream
     region: Region
     index: int
+    sums: Sums
     dtype: torch.dtype
     squares: dict[int, float] = field(default_factory=dict)
     clip: Clip | None = None
     fresh: bool = True
+    alone: bool = False
 
     def sum(self) -> Tensor:
         """Where the elements are, FP32, in the parameter's shape."""
         assert self.region.gradients is not None
+        self.alone = False
+        self.sums.total(self.region.offsets[self.index], self.region.offsets[self.index + 1])
         return self.region.view(self.region.gradients, self.index)
 
     def settle_clip(self) -> None:
@@ -200,13 +205,19 @@ class _Slot:
 
 @dataclass(eq=False)
 class _Parcel:
-    """A part of a gradient on its way: elements `start` to `stop` of the region, alone in its sum or added to it."""
+    """A part of a gradient on its way: elements `start` to `stop` of the region.
+
+    Attributes:
+        store: It begins a sum; else it is added to one.
+        keep: It is likely to stay alone there.
+    """
 
     home: _Home
     start: int
     stop: int
     values: Tensor | None
     store: bool
+    keep: bool
 
 
 class GradientStream:
@@ -220,12 +231,14 @@ class GradientStream:
         threads: The pool for host work.
 
     Attributes:
+        sums: Of each region.
         peak_bytes: The most bytes of gradients that were on the device at a time, because they had not left.
     """
 
     def __init__(
         self, engine: Engine, memory: HostMemory, slot_bytes: int, pin: bool | str, threads: ThreadPool
     ) -> None:
+        self.sums: dict[Region, Sums] = {}
         self.peak_bytes = 0
         self._sent_bytes = self._left_bytes = 0  # each written by one thread only
         self._engine = engine
@@ -251,8 +264,10 @@ class GradientStream:
     def attach(self, region: Region) -> None:
         """From now on the gradients of a region's parameters leave."""
         region.allocate_gradients()
+        assert region.gradients is not None
+        sums = self.sums[region] = Sums(region.gradients, self._threads)
         for index, master in enumerate(region.masters):
-            self._homes[master.tensor] = _Home(self, region, index, region.weights.dtype)
+            self._homes[master.tensor] = _Home(self, region, index, sums, region.weights.dtype)
             if master.tensor.grad is not None:
                 self.absorb(master.tensor)
             self._handles.append(master.on_gradient(self.absorb))
@@ -282,13 +297,14 @@ class GradientStream:
         region, begin = home.region, home.region.offsets[home.index]
         flat = _flat(gradient.detach(), region.strides[home.index])
         store, home.fresh = home.fresh, False
+        keep, home.alone = home.alone, store
         self._count(flat.nbytes)
         step = self._slot_bytes // flat.element_size()
         for offset in range(0, flat.numel(), step):
             values = flat[offset : offset + step]
             if self._packed_bytes + values.nbytes > self._slot_bytes or self._packs_other(values.dtype):
                 self._flush()
-            self._packed.append(_Parcel(home, begin + offset, begin + offset + values.numel(), values, store))
+            self._packed.append(_Parcel(home, begin + offset, begin + offset + values.numel(), values, store, keep))
             self._packed_bytes += values.nbytes
 
     def finish(self) -> None:
@@ -330,11 +346,16 @@ class GradientStream:
         return bad, math.sqrt(math.fsum(squares.values()))
 
     def clip(self, parameters: Iterable[Tensor], clip: Clip, *, later: bool = False) -> None:
-        """Clip gradients; `later`: only before somebody looks at them or adds to them, as the step does it itself."""
+        """Clip gradients; `later`: only before somebody looks at them or adds to them, as the step does it itself.
+
+        Without `later` they are in the regions' arenas then, FP32.
+        """
         for home in (self._homes[parameter] for parameter in parameters):
             home.clip = clip if clip.changes else None
+            home.alone = home.alone and clip.max_value is None  # which the step clips in FP32
             if not later:
                 home.settle_clip()
+                home.sum()
 
     def warn_reader(self, name: str) -> None:
         """Say once that reading gradients costs transfers."""
@@ -396,21 +417,19 @@ class GradientStream:
             size, parcel.values = parcel.stop - parcel.start, None  # has left: its memory is free
             part = staged[position : position + size]
             self._left_bytes += part.nbytes
-            arena = parcel.home.region.gradients
-            assert arena is not None
-            if parcel.store:
-                parcel.home.clip = None
-            parcel.home.settle_clip()
-            square = self._add(arena.flat(parcel.start, parcel.stop), part, parcel.store)
-            parcel.home.squares[parcel.start] = square
+            parcel.home.squares[parcel.start] = _sum_up(parcel, part)
             position += size
         self._engine.mark("host", None)
 
-    def _add(self, total: Tensor, gradient: Tensor, store: bool) -> float:
-        if kernels.available():
-            return kernels.accumulate(total.numpy(), as_array(gradient), store=store, threads=self._threads)
-        total.copy_(gradient) if store else total.add_(gradient)
-        return float(total.double().square().sum())
+
+def _sum_up(parcel: _Parcel, gradient: Tensor) -> float:
+    """Put what has arrived where it belongs; returns the sum of squares there."""
+    home = parcel.home
+    if parcel.store:
+        home.clip = None
+        return home.sums.begin(parcel.start, parcel.stop, gradient, parcel.keep)
+    home.settle_clip()
+    return home.sums.add(parcel.start, parcel.stop, gradient)
 
 
 def _flat(gradient: Tensor, stride: tuple[int, ...]) -> Tensor:

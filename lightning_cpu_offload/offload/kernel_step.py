@@ -119,7 +119,8 @@ class KernelStep:
             return self._go(bad)
 
         chunks = self._trained.due_chunks(due)
-        return Flight(chunks, self._fused.work_on_host_gradients, checks=self._writes.hidden(), decide=decide)
+        work = partial(self._fused.work_on_host_gradients, stream.sums)
+        return Flight(chunks, work, checks=self._writes.hidden(), decide=decide)
 
     def _go(self, bad: Sequence[str]) -> bool:
         if not bad:
