@@ -3,7 +3,8 @@
     python benchmarks/gpu.py [--accumulate 1 16] [--ways NAME ...] [--seconds N] [--budget N] [--save FOLDER]
 
 Needs torch, Lightning and numba, no network and no data: the tokens are random. A way that does not run says why, also
-where the time for all of them is spent; what is asked most often comes first. The limits beside the times: what a copy each way over the bus, and the host kernel, move per second when nothing else runs.
+where the time for all of them is spent; what is asked most often comes first. The limits beside the times: what a copy
+each way over the bus, and the host kernel, move per second when nothing else runs.
 """
 
 from __future__ import annotations

@@ -227,7 +227,7 @@ def test_streams_change_no_bit(fit: Any, optimizer: str, precision: str, options
 
 
 def assert_streams_change_no_bit(fit: Callable[..., list[Tensor]], **options: Any) -> None:
-    """Of weights and state: streams, streams that lag, and copies without streams leave those of the synchronous one."""
+    """Streams, streams that lag and copies without streams give the weights and state of the synchronous engine."""
     expected = fit(SynchronousEngine, **options)
     assert all(tensor.isfinite().all() for tensor in expected)
     assert same_bits(fit(SynchronousEngine, **options), expected), "this device does not repeat its own numbers"
