@@ -20,6 +20,7 @@ from torch import nn
 from lightning_cpu_offload.estimate.schedule import Staging
 from lightning_cpu_offload.estimate.time import POLICIES, step_time
 from lightning_cpu_offload.estimate.work import Rates, Unit, Window
+from lightning_cpu_offload.offload.pipeline import EARLY_DEPTH, RING_DEPTH
 from lightning_cpu_offload.recipes import GPT
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -48,7 +49,7 @@ def predict(units: tuple[Unit, ...], accumulate: int, clip: bool, rates: Rates, 
     baseline = step_time(Window(units, accumulate), rates, staging, "device").seconds
     row: dict[str, Any] = {"accumulate": accumulate, "clip": clip, "baseline_ms": baseline * 1e3}
     for policy in POLICIES:
-        if policy != "device" and not (policy == "early" and clip):
+        if policy != "device" and (POLICIES[policy].clips or not clip):
             seconds = step_time(Window(units, accumulate, clip=clip), rates, staging, policy).seconds
             row[policy] = {"ms": seconds * 1e3, "overhead": seconds / baseline - 1}
     return row
@@ -63,8 +64,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tflops", type=float, default=35.0, help="TFLOP/s that products reach")
     parser.add_argument("--tokens", type=int, default=512, help="tokens of a micro-batch")
     parser.add_argument("--slot-mib", type=float, default=8.0, help="MiB of a staging buffer")
-    parser.add_argument("--slots", type=int, default=16, help="staging buffers")
-    parser.add_argument("--fraction", type=float, default=0.25, help="part of the parameters `partial` steps")
+    parser.add_argument("--slots", type=int, default=RING_DEPTH, help="staging buffers")
+    parser.add_argument("--early-slots", type=int, default=EARLY_DEPTH, help="the same for `early`")
+    parser.add_argument("--fraction", type=float, default=0.25, help="part the device steps under `partial`")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="which to predict")
     parser.add_argument("--json", type=Path, help="file to write every figure to")
     return parser.parse_args()
@@ -74,7 +76,7 @@ def main() -> None:
     """Print the table, and write JSON if asked to."""
     args = parse()
     rates = Rates(args.tflops * 1e12, args.pcie * 1e9, args.pcie * 1e9, args.host * 1e9, args.device * 1e9)
-    staging = Staging(int(args.slot_mib * 2**20), args.slots, device_fraction=args.fraction)
+    staging = Staging(int(args.slot_mib * 2**20), args.slots, args.early_slots, device_fraction=args.fraction)
     policies = [policy for policy in POLICIES if policy != "device"]
     print("| model | micro-batches | clipping | AdamW on the device, ms | " + " | ".join(policies) + " |")
     print("|---" * (4 + len(policies)) + "|")

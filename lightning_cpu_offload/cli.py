@@ -30,6 +30,18 @@ MODEL_HINT = (
     "Give --model package.module.Class, or --config with a file that names one, such as configs/gpt_small.yaml."
 )
 
+LEAST_MEMORY = 1 << 20
+"""Bytes below which an amount of memory lacks its unit."""
+
+RATE_OPTIONS = {
+    "flops": ("tflops", "TFLOP/s", 1e12),
+    "d2h": ("pcie", "GB/s", 1e9),
+    "h2d": ("pcie", "GB/s", 1e9),
+    "host": ("host_rate", "GB/s", 1e9),
+    "device": ("device_rate", "GB/s", 1e9),
+}
+"""For each rate of a machine its option of `estimate`, and the unit that is given there."""
+
 
 class RunRecorder(pl.Callback):
     """Keeps what is known only while a fit runs.
@@ -153,7 +165,7 @@ class EstimateCLI(LightningCLI):
         try:
             with torch.device("meta"):
                 super().instantiate_classes()
-        except (NotImplementedError, RuntimeError):  # a constructor that reads values
+        except Exception:  # a constructor that reads values; what else is wrong comes again
             super().instantiate_classes()
 
     def instantiate_trainer(self, **_unused: Any) -> Any:
@@ -164,9 +176,6 @@ class EstimateCLI(LightningCLI):
         """The estimate for what was built."""
         settings, trainer = self.config, self.config_init["trainer"]
         precision = {"bf16-true": "bf16-true", "bf16-mixed": "bf16-mixed"}.get(str(trainer["precision"]))
-        scaled = {"flops": ("tflops", 1e12), "d2h": ("pcie", 1e9), "h2d": ("pcie", 1e9), "host": ("host_rate", 1e9)}
-        scaled["device"] = ("device_rate", 1e9)
-        rates = {name: settings[key] and settings[key] * factor for name, (key, factor) in scaled.items()}
         return estimate(
             self.model,
             first_batch(self.model, self.datamodule),
@@ -174,11 +183,28 @@ class EstimateCLI(LightningCLI):
             precision=precision,
             accumulate_grad_batches=trainer["accumulate_grad_batches"] or 1,
             gradient_clip_val=trainer["gradient_clip_val"],
-            vram=settings["vram"] and parse_bytes(settings["vram"]),
-            ram=settings["ram"] and parse_bytes(settings["ram"]),
+            vram=self._memory("vram"),
+            ram=self._memory("ram"),
             device_fraction=settings["device_fraction"],
-            rates=rates,
+            rates={name: self._rate(*option) for name, option in RATE_OPTIONS.items()},
         )
+
+    def _memory(self, name: str) -> int | None:
+        """Bytes that an option names; fewer than any machine has are a forgotten unit."""
+        text = self.config[name]
+        if text is None:
+            return None
+        nbytes = parse_bytes(text)
+        if nbytes < LEAST_MEMORY:
+            raise ValueError(f"{name}={text!r}: {nbytes} bytes, so a unit is missing. Write it as in --{name} 12GiB.")
+        return nbytes
+
+    def _rate(self, name: str, unit: str, factor: float) -> float | None:
+        """What an option names, per second in FLOP or bytes."""
+        value = self.config[name]
+        if value is not None and not value > 0:
+            raise ValueError(f"{name}={value!r}: must be more than 0. Give it in {unit}, or leave it out.")
+        return None if value is None else value * factor
 
 
 def first_batch(model: Any, data: Any) -> Any:

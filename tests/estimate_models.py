@@ -25,6 +25,21 @@ class Trained(pl.LightningModule):
         return torch.optim.AdamW(p for p in self.parameters() if p.requires_grad)
 
 
+class ReadsValues(Trained):
+    """A constructor that cannot run without memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+        self.scale = self.layer.weight.abs().max().item()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.layer(batch).sum() / self.scale
+
+    def example_batch(self) -> Tensor:
+        return torch.zeros(2, 64)
+
+
 class Classifier(Trained):
     """A network from images to 10 classes, trained with cross-entropy."""
 

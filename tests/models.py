@@ -236,14 +236,13 @@ class NetworkModule(pl.LightningModule):
 
 
 def quiet_trainer(**options: Any) -> pl.Trainer:
-    """A Trainer on the CPU that writes nothing."""
+    """A Trainer on the CPU that writes nothing, unless it is asked for checkpoints."""
     return pl.Trainer(
         accelerator="cpu",
         logger=False,
-        enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        **options,
+        **{"enable_checkpointing": False, **options},
     )
 
 

@@ -20,9 +20,10 @@ from torch import Tensor, nn
 
 from lightning_cpu_offload import CPUOffloadPrecision, CPUOffloadStrategy, kernels
 from lightning_cpu_offload.offload import attach, gate, sums
-from lightning_cpu_offload.offload.attach import Attachment, Settings
+from lightning_cpu_offload.offload.attach import Attachment
 from lightning_cpu_offload.offload.bits import words
 from lightning_cpu_offload.offload.flight import Flight
+from lightning_cpu_offload.offload.settings import Settings
 from lightning_cpu_offload.offload.transfer import Engine, InlineEngine
 from tests.engines import DeferredEngine, Schedule
 from tests.models import STRUCTURES, NetworkModule, build_optimizer, make_batches, make_network, quiet_trainer

@@ -5,7 +5,7 @@ import pytest
 import torch
 import yaml
 
-from lightning_cpu_offload import CPUOffloadStrategy, OffloadMonitor
+from lightning_cpu_offload import CPUOffloadDDPStrategy, CPUOffloadStrategy, OffloadMonitor
 from lightning_cpu_offload.__main__ import main
 from lightning_cpu_offload.cli import OffloadCLI, count_parameters
 from lightning_cpu_offload.namespaces import pl
@@ -13,9 +13,12 @@ from tests.conftest import ROOT
 
 CONFIGS = sorted(ROOT.glob("configs/*.yaml"))
 
+ONE_PROCESS = ["--trainer.devices=1"]
+"""Lightning's launcher would start this process's own command line once more for each further device."""
+
 
 def test_the_configs_are_found() -> None:
-    assert {path.stem for path in CONFIGS} >= {"gpt_small", "gpt_small_baseline", "gpt_458m"}
+    assert {path.stem for path in CONFIGS} >= {"gpt_small", "gpt_small_baseline", "gpt_small_ddp", "gpt_458m"}
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
@@ -32,7 +35,9 @@ def test_config_parses(config: Path, subcommand: str, root: Path, capsys: pytest
 def test_config_builds(config: Path, root: Path) -> None:
     cli = build(config)
     expected = yaml.safe_load(config.read_text())
-    assert isinstance(cli.trainer.strategy, CPUOffloadStrategy) == (expected["trainer"]["strategy"] == "cpu_offload")
+    kinds = {"cpu_offload": CPUOffloadStrategy, "cpu_offload_ddp": CPUOffloadDDPStrategy}
+    for name, kind in kinds.items():
+        assert isinstance(cli.trainer.strategy, kind) == (expected["trainer"]["strategy"] == name)
     assert any(isinstance(callback, OffloadMonitor) for callback in cli.trainer.callbacks)
     (logger,) = cli.trainer.loggers
     assert isinstance(logger, pl.loggers.TensorBoardLogger)
@@ -44,7 +49,7 @@ def test_config_builds(config: Path, root: Path) -> None:
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
 def test_config_trains(config: Path, root: Path, tiny_run: list[str]) -> None:
     small_words = ["--data.vocab_size=300", "--model.vocab_size=300"] if config.stem == "gpt_458m" else []
-    cli = OffloadCLI(["fit", "--config", str(config), *tiny_run, *small_words])
+    cli = OffloadCLI(["fit", "--config", str(config), *tiny_run, *small_words, *ONE_PROCESS])
     assert cli.trainer.global_step == 2
     assert cli.trainer.callback_metrics["val/loss"] < cli.recorder.loss_before
 

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.overrides import BaseTorchFunctionMode
 
 from lightning_cpu_offload import CPUOffloadPrecision, CPUOffloadStrategy, kernels
-from lightning_cpu_offload.offload.attach import Attachment, Settings
+from lightning_cpu_offload.offload.attach import Attachment
+from lightning_cpu_offload.offload.settings import Settings
 from tests.models import (
     STRUCTURES,
     NetworkModule,

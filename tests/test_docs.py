@@ -147,7 +147,7 @@ def wrong_estimate(words: list[str]) -> list[str]:
 class TestApiPage:
     """The tables have exactly the arguments there are, with their defaults."""
 
-    @pytest.mark.parametrize("name", ["CPUOffloadStrategy", "OffloadMonitor", "estimate"])
+    @pytest.mark.parametrize("name", ["CPUOffloadStrategy", "CPUOffloadDDPStrategy", "OffloadMonitor", "estimate"])
     def test_has_every_argument(self, name: str) -> None:
         section = read(DOCS / "api.md").partition(f"### `{name}`\n")[2].partition("\n#")[0]
         documented: dict[str, str] = {}

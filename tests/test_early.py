@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from lightning_cpu_offload import CPUOffloadPrecision, CPUOffloadStrategy, OffloadMonitor, kernels
 from lightning_cpu_offload.offload import attach
-from lightning_cpu_offload.offload.attach import Attachment, Settings
+from lightning_cpu_offload.offload.attach import Attachment
 from lightning_cpu_offload.offload.pipeline import EARLY_DEPTH, RING_DEPTH, Pipeline
+from lightning_cpu_offload.offload.settings import Settings
 from lightning_cpu_offload.offload.transfer import InlineEngine
 from tests.engines import DeferredEngine
 from tests.models import NetworkModule, quiet_trainer, train_with_lightning

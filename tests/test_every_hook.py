@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +27,7 @@ MODULE_HOOKS = sorted(
 )  # fmt: skip
 ERRORS = {"error": (RuntimeError("no"), RuntimeError), "interrupt": (KeyboardInterrupt(), SystemExit)}
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("sigint")]
-
-
-@pytest.fixture
-def sigint() -> Iterator[None]:
-    """Puts the handler of Ctrl+C back, which Lightning switches off at the first."""
-    handler = signal.getsignal(signal.SIGINT)
-    yield
-    signal.signal(signal.SIGINT, handler)
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

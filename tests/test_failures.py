@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,14 +27,6 @@ from tests.net import (
     offload,
     weights,
 )
-
-
-@pytest.fixture
-def sigint() -> Iterator[None]:
-    """Puts the handler of Ctrl+C back, which Lightning switches off at the first."""
-    handler = signal.getsignal(signal.SIGINT)
-    yield
-    signal.signal(signal.SIGINT, handler)
 
 
 def raise_in_body(net: Net, error: BaseException) -> None:
@@ -75,7 +66,6 @@ FAILURES: dict[str, Callable[[Net, BaseException], None]] = {
 }
 
 
-@pytest.mark.usefixtures("sigint")
 class TestFailures:
     def fit_until(self, where: str, error: BaseException, strategy: Any, expected: Any, *callbacks: Any) -> Net:
         net = Net()

@@ -15,8 +15,9 @@ from torch.overrides import BaseTorchFunctionMode
 
 from lightning_cpu_offload import CPUOffloadPrecision, CPUOffloadStrategy
 from lightning_cpu_offload.offload import gate
-from lightning_cpu_offload.offload.attach import Attachment, Settings
+from lightning_cpu_offload.offload.attach import Attachment
 from lightning_cpu_offload.offload.flight import Flight
+from lightning_cpu_offload.offload.settings import Settings
 from lightning_cpu_offload.offload.transfer import Engine, InlineEngine
 from tests.engines import DeferredEngine
 from tests.models import quiet_trainer

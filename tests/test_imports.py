@@ -26,7 +26,7 @@ LAYERS: list[set[str]] = [
     {"offload"},
     {"namespaces", "archive", "atomic"},
     {"compare"},
-    {"averages", "checkpoint", "precision", "strategy"},
+    {"averages", "checkpoint", "precision", "hooks", "strategy", "ddp"},
     {"estimate"},
     {"callbacks"},
     {"__init__", "recipes"},
@@ -178,6 +178,7 @@ ALLOWED = {
     "callbacks/monitor.py": {"synchronize"},  # of the engine
     "offload/attach.py": {"pin_memory"},  # the user's setting
     "strategy.py": {"pin_memory"},  # likewise
+    "ddp.py": {"pin_memory"},  # likewise
 }
 
 

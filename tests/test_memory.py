@@ -9,6 +9,7 @@ import mmap
 import os
 import pickle
 import sys
+import threading
 import warnings
 import weakref
 from pathlib import Path
@@ -19,10 +20,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_cpu_offload.kernels import ThreadPool
+from lightning_cpu_offload.kernels.adamw import SHARE
 from lightning_cpu_offload.offload import attach, memory
-from lightning_cpu_offload.offload.attach import Attachment, Settings
-from lightning_cpu_offload.offload.memory import HostArena, HostMemory, allocate_ring
+from lightning_cpu_offload.offload.attach import Attachment
+from lightning_cpu_offload.offload.memory import HUGE_BYTES, HostArena, HostMemory, allocate_ring
 from lightning_cpu_offload.offload.pipeline import RING_DEPTH, Pipeline
+from lightning_cpu_offload.offload.settings import Settings
 from lightning_cpu_offload.offload.transfer import InlineEngine
 
 CPU = torch.device("cpu")
@@ -224,6 +228,41 @@ def test_the_ledger_notices_what_is_not_counted(ledger: Ledger) -> None:
 
 
 # --- views --------------------------------------------------------------------------------------------------------
+
+
+class NotingPool(ThreadPool):
+    """Notes what it is given, and who worked on it."""
+
+    def __init__(self) -> None:
+        super().__init__(2)
+        self.items: list[tuple[int, int]] = []
+        self.workers: set[int] = set()
+
+    def map(self, fn: Any, items: Any) -> list[Any]:
+        barrier = threading.Barrier(2, timeout=30)
+
+        def noted(item: tuple[int, int]) -> Any:
+            self.items.append(item)
+            self.workers.add(threading.get_ident())
+            if item[0] < 2 * HUGE_BYTES:  # the first two parts: taken by two threads
+                barrier.wait()
+            return fn(item)
+
+        return super().map(noted, items)
+
+
+def test_pages_are_touched_first_by_the_threads_of_the_pool() -> None:
+    pool, numel = NotingPool(), 5 * HUGE_BYTES // 4 + 77
+    array = HostArena(numel, pool).array
+    starts = [part * HUGE_BYTES for part in range(6)]
+    assert sorted(pool.items) == list(zip(starts, [*starts[1:], 4 * numel], strict=True))
+    assert len(pool.workers) == 2
+    assert array.shape == (numel,)
+    assert not array.any()
+
+
+def test_parts_are_whole_shares_of_the_kernel() -> None:
+    assert HUGE_BYTES // 4 % SHARE == 0
 
 
 def make_view() -> tuple[HostArena, Tensor]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_cpu_offload import CPUOffloadStrategy, OffloadMonitor, kernels
-from lightning_cpu_offload.offload.nonfinite import SKIPS_IN_A_ROW
+from lightning_cpu_offload.offload.nonfinite import SKIPS_IN_A_ROW, is_finite
 from tests.models import quiet_trainer
 from tests.reference import Snapshot, assert_identical
 
@@ -176,3 +176,11 @@ def test_the_log_counts_them() -> None:
     with pytest.warns(UserWarning, match="not finite"):
         trainer.fit(module, data)
     assert [record["offload/skipped_steps"] for record in records if "offload/skipped_steps" in record] == [1, 1, 2, 2]
+
+
+def test_a_sparse_gradient_without_elements_is_finite_and_its_elements_are_looked_at() -> None:
+    empty = torch.sparse_coo_tensor(torch.empty(1, 0, dtype=torch.long), torch.empty(0, 3), (4, 3))
+    infinite = torch.sparse_coo_tensor(torch.tensor([[2]]), torch.tensor([[1.0, math.inf, 0.0]]), (4, 3))
+    assert is_finite([empty])
+    assert is_finite([empty, torch.ones(5), None])
+    assert not is_finite([empty, infinite])

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 
 from lightning_cpu_offload import CPUOffloadPrecision, CPUOffloadStrategy, kernels
 from lightning_cpu_offload.offload import attach
-from lightning_cpu_offload.offload.attach import Attachment, Settings
+from lightning_cpu_offload.offload.attach import Attachment
 from lightning_cpu_offload.offload.budget import needs
 from lightning_cpu_offload.offload.device_step import DeviceStep
 from lightning_cpu_offload.offload.resident import choose, resident_bytes
+from lightning_cpu_offload.offload.settings import Settings
 from lightning_cpu_offload.offload.transfer import InlineEngine
 from tests.engines import DeferredEngine, Event
 from tests.models import NetworkModule, make_batches, quiet_trainer, train_with_lightning

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -10,13 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from lightning_cpu_offload.offload import attach
-from lightning_cpu_offload.offload.attach import Attachment, Settings
+from lightning_cpu_offload.offload.attach import Attachment
 from lightning_cpu_offload.offload.flight import Flight
 from lightning_cpu_offload.offload.masters import Master
 from lightning_cpu_offload.offload.memory import HostMemory
 from lightning_cpu_offload.offload.pipeline import RING_DEPTH, Pipeline
 from lightning_cpu_offload.offload.plan import Chunk
 from lightning_cpu_offload.offload.region import Region
+from lightning_cpu_offload.offload.settings import Settings
 from lightning_cpu_offload.offload.transfer import Engine, InlineEngine, Lane
 from lightning_cpu_offload.offload.worker import Task
 from tests.engines import DeferredEngine, Event, Schedule
@@ -284,6 +287,41 @@ def test_unordered_accesses_are_named_on_any_schedule(schedule: Schedule, ordere
     engine.record(event, "d2h")
     engine.host_wait(event)
     assert (engine.races == []) == ordered
+
+
+@pytest.mark.parametrize("overlaps", [True, False])
+def test_the_training_thread_goes_on_unless_it_waits_for_the_host(overlaps: bool) -> None:
+    engine, seen, go = InlineEngine(CPU), [], threading.Event()
+    engine.overlaps = overlaps
+    first = Task(lambda: (seen.append(engine.training_goes_on()), go.set()))
+
+    def until_awaited() -> None:
+        while not engine.awaited:
+            time.sleep(1e-3)
+        seen.append(engine.training_goes_on())
+
+    last = Task(until_awaited)
+    engine.submit([first])
+    assert go.wait(timeout=30)
+    engine.submit([last])
+    engine.finish(last)
+    seen.append(engine.training_goes_on())
+    engine.shutdown()
+    assert seen == [overlaps, False, overlaps]
+
+
+def test_a_number_of_threads_that_was_asked_for_is_what_works() -> None:
+    for cpu_threads in (None, 2):
+        module = nn.Linear(2, 2)
+        settings = Settings(cpu_threads=cpu_threads)
+        attachment = Attachment(
+            module, [torch.optim.AdamW(module.parameters())], CPU, lambda *_: torch.float32, settings
+        )
+        assert attachment.host is not None
+        engine: Any = attachment.pipeline.engine
+        engine.overlaps = True
+        assert attachment.threads.leaves_one() == (cpu_threads is None)
+        attachment.detach()
 
 
 @pytest.mark.parametrize("ordered", [True, False])

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from lightning_cpu_offload import kernels
 from lightning_cpu_offload.offload import attach
+from lightning_cpu_offload.offload.adam import state_bytes
 from lightning_cpu_offload.offload.budget import needs
-from lightning_cpu_offload.offload.fused import state_bytes
 from lightning_cpu_offload.offload.moments import STATE_DTYPES, ReducedTensor
 from tests import test_checkpoint as runs
 from tests.models import quiet_trainer

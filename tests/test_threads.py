@@ -54,6 +54,26 @@ def test_two_at_once_cannot_meet_three() -> None:
         ThreadPool(2).map(lambda _: barrier.wait(), range(3))
 
 
+def test_one_thread_less_works_while_one_is_left_to_somebody_else() -> None:
+    pool, leaves = ThreadPool(3), [False]
+    pool.leaves_one = lambda: leaves[0]
+    for leaves[0], working in ((False, 3), (True, 2), (False, 3)):
+        barrier = threading.Barrier(working, timeout=30)
+
+        def meet(_: int, barrier: threading.Barrier = barrier) -> int:
+            barrier.wait()
+            return threading.get_ident()
+
+        # As many threads as there should be meet in pairs or threes; one more would find nobody.
+        assert len(set(pool.map(meet, range(2 * working)))) == working
+
+
+def test_the_only_thread_works_whatever_is_left_to_others() -> None:
+    pool = ThreadPool(1)
+    pool.leaves_one = lambda: True
+    assert pool.map(abs, [-1, -2]) == [1, 2]
+
+
 def test_one_item_stays_on_the_calling_thread_and_starts_no_other() -> None:
     before = set(threading.enumerate())
     pool = ThreadPool(4)

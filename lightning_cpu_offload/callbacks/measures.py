@@ -10,7 +10,7 @@ import torch
 
 from lightning_cpu_offload.callbacks.recording import Span, busy
 from lightning_cpu_offload.estimate.hardware import host_rate
-from lightning_cpu_offload.estimate.work import STATE_BYTES
+from lightning_cpu_offload.estimate.work import state_bytes
 from lightning_cpu_offload.offload.gradients import HostGradient
 
 if TYPE_CHECKING:
@@ -49,7 +49,8 @@ def costs(offload: Attachment, report: StepReport, limit: float | None) -> dict[
         # Every weight that was stepped has been sent back.
         stepped = offload.num_parameters * report.h2d_bytes / offload.weight_bytes
         gradient_bytes = report.d2h_bytes or 4 * stepped  # those on the host are sums in FP32
-        rate = (STATE_BYTES * stepped + gradient_bytes + report.h2d_bytes) / report.host_ms * 1e3
+        state = state_bytes(offload.host.state_dtype) if offload.host is not None else state_bytes()
+        rate = (state * stepped + gradient_bytes + report.h2d_bytes) / report.host_ms * 1e3
         record["host_gb_per_s"] = rate / 1e9
         if limit is not None:
             record["host_percent_of_limit"] = 100 * rate / limit

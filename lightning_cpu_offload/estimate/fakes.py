@@ -69,7 +69,7 @@ def _places(module: nn.Module) -> Iterator[tuple[nn.Module, dict[str, Any], str,
 
 
 def _fake(real: Tensor, dtype: torch.dtype) -> Tensor:
-    stride = torch.empty_like(real, device="meta").stride()
+    stride = real.stride() if real.is_contiguous() else torch.empty_like(real, device="meta").stride()
     fake = torch.empty_strided(real.shape, stride, dtype=dtype, device="cpu")
     return nn.Parameter(fake, requires_grad=real.requires_grad) if isinstance(real, nn.Parameter) else fake
 
@@ -106,9 +106,13 @@ class WorstCase(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """One for a number, all elements for a choice of elements; everything else is run."""
+        return self.answer(func, args, kwargs or {})
+
+    def answer(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What an operation returns."""
         answer = _answer(func, args)
         if answer is NotImplemented:
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
         self.guesses.add(str(func))
         return answer
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from lightning_cpu_offload import kernels
-from lightning_cpu_offload.estimate.work import STATE_BYTES, Rates
+from lightning_cpu_offload.estimate.work import Rates, state_bytes
 from lightning_cpu_offload.kernels.threads import ThreadPool
 from lightning_cpu_offload.offload.memory import HostMemory
 from lightning_cpu_offload.offload.transfer import Engine, make_engine
@@ -103,7 +103,7 @@ def host_rate(threads: int | None = None, parameters: int = _PARAMETERS) -> floa
         )
 
     try:
-        return (STATE_BYTES + 2 * plane.itemsize) * parameters / _median_seconds(step)
+        return (state_bytes() + 2 * plane.itemsize) * parameters / _median_seconds(step)
     finally:
         pool.shutdown()
 

@@ -3,32 +3,30 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import inspect
 import logging
 import warnings
-from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lightning_cpu_offload.estimate.allocator import reserved_peak
 from lightning_cpu_offload.estimate.fakes import (
     DtypeRule,
-    WorstCase,
     checkpointed,
     fake_batch,
     fake_tensors,
     without_trainer,
     without_values,
 )
-from lightning_cpu_offload.estimate.tracker import BATCH, GRADIENTS, IN_FLIGHT, MemoryTracker
-
-Gradients = Literal["device", "host"]
+from lightning_cpu_offload.estimate.replay import Keeping, Replay
+from lightning_cpu_offload.estimate.tracker import BATCH, Change, Tracker
 
 
 class CannotRun(RuntimeError):
@@ -51,20 +49,14 @@ class Compute:
 
 
 @dataclass(frozen=True)
-class Choice:
+class Choice(Keeping):
     """What is tracked.
 
     Attributes:
-        gradients: Where they live until the step.
-        in_flight_bytes: Gradients that may wait on the device for their way out, for `gradients="host"`.
-        accumulating: Whether the window has more than one micro-batch, so that gradients of the one before are there.
         checkpointing: Whether blocks keep their inputs only.
         round_to: Bytes to which the allocator rounds.
     """
 
-    gradients: Gradients = "device"
-    in_flight_bytes: int = 64 << 20
-    accumulating: bool = True
     checkpointing: bool = False
     round_to: int = 512
 
@@ -80,6 +72,7 @@ class DeviceMemory:
         reserved: Bytes a caching allocator holds for it.
         forward_flops: Operations of one micro-batch's forward, by parameter name.
         backward_flops: Operations of its backward.
+        recomputed_flops: Of them, those of activations that are computed again.
         guesses: Operations whose result depends on values, and were answered with one or the most there could be.
     """
 
@@ -89,6 +82,7 @@ class DeviceMemory:
     reserved: int
     forward_flops: dict[str, float] = field(default_factory=dict)
     backward_flops: float = 0.0
+    recomputed_flops: float = 0.0
     guesses: tuple[str, ...] = ()
 
     def plus(self, category: str, nbytes: int) -> DeviceMemory:
@@ -97,31 +91,57 @@ class DeviceMemory:
         return replace(self, peak=self.peak + nbytes, reserved=self.reserved + nbytes, by_category=by_category)
 
 
-def device_memory(
+@dataclass(frozen=True)
+class Course:
+    """One micro-batch as it ran on fakes.
+
+    Attributes:
+        events: What became of memory.
+        figures: Operations and guesses, by their names in `DeviceMemory`.
+    """
+
+    events: Sequence[Change]
+    figures: dict[str, Any]
+
+    def memory(self, keeping: Keeping) -> DeviceMemory:
+        """The peak, given what becomes of gradients."""
+        replay = Replay(keeping).run(self.events)
+        return DeviceMemory(replay.peak, replay.by_category, replay.operation, replay.reserved, **self.figures)
+
+
+def device_memory(module: Any, batch: Any, compute: Compute, choice: Choice, **options: Any) -> DeviceMemory:
+    """Run the module's training step on fakes and return the peak; see `course`, which serves several choices."""
+    run = course(module, batch, compute, checkpointing=choice.checkpointing, round_to=choice.round_to, **options)
+    return run.memory(choice)
+
+
+def course(
     module: Any,
     batch: Any,
     compute: Compute,
-    choice: Choice,
     *,
+    checkpointing: bool = False,
+    round_to: int = 512,
     optimizers: int = 1,
     trained: set[int] | None = None,
-) -> DeviceMemory:
-    """Run the module's training step on fakes and return the peak.
+) -> Course:
+    """Run the module's training step on fakes.
 
     Args:
         module: A LightningModule, built anywhere, "meta" included; it is left as it was.
         batch: One batch, or meta tensors in its place.
         compute: How it computes.
-        choice: What is tracked.
+        checkpointing: Whether blocks keep their inputs only.
+        round_to: Bytes to which the allocator rounds.
         optimizers: How many the module has.
         trained: Identities of the parameters that an optimizer steps; None: all that require a gradient.
 
     Raises:
         CannotRun: The step does something that fake tensors cannot.
     """
-    run = _Run(module, compute, choice)
+    run = _Run(module, compute, Tracker(round_to))
     try:
-        with run.prepared(batch, optimizers, trained) as fakes:
+        with run.prepared(batch, optimizers, trained, checkpointing) as fakes:
             run.micro_batch(fakes)
     except Exception as error:
         where = run.tracker.phase
@@ -131,49 +151,39 @@ def device_memory(
 
 
 class _Run:
-    def __init__(self, module: Any, compute: Compute, choice: Choice) -> None:
-        self._module, self._compute, self._choice = module, compute, choice
-        self.tracker = MemoryTracker(choice.round_to)
-        self._worst_case = WorstCase()
-        self._in_flight: deque[Tensor] = deque()
+    def __init__(self, module: Any, compute: Compute, tracker: Tracker) -> None:
+        self._module, self._compute, self.tracker = module, compute, tracker
 
     @contextlib.contextmanager
-    def prepared(self, batch: Any, optimizers: int, stepped: set[int] | None) -> Generator[Any, None, None]:
+    def prepared(
+        self, batch: Any, optimizers: int, stepped: set[int] | None, checkpointing: bool
+    ) -> Generator[Any, None, None]:
         """Everything around the run, outermost first."""
         module, mode = self._module, FakeTensorMode(allow_non_fake_inputs=True)
         with contextlib.ExitStack() as stack:
             stack.enter_context(_quiet())
+            stack.enter_context(_uncollected())
             stack.enter_context(mode)
             stack.enter_context(fake_tensors(module, self._compute.rule, stepped))
             trainer = stack.enter_context(without_trainer(module, optimizers))
             trainer.strategy.backward = self._backward
-            if self._choice.checkpointing:
+            if checkpointing:
                 stack.enter_context(checkpointed(module))
             stack.enter_context(without_values())
             stack.enter_context(self.tracker)
-            stack.enter_context(self._worst_case)
             self.tracker.name([*module.named_parameters(), *module.named_buffers()])
-            trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-            for parameter in trained:
-                stack.callback(parameter.register_post_accumulate_grad_hook(self._accumulated).remove)
-            if self._choice.accumulating:
-                self._leave_gradients(trained)
+            for index, parameter in enumerate(self._trained()):
+                hook = partial(self._accumulated, index)
+                stack.callback(parameter.register_post_accumulate_grad_hook(hook).remove)
+                self.tracker.left(index, parameter)
             fakes = fake_batch(mode, batch)
             for leaf in torch.utils._pytree.tree_leaves(fakes):
                 if isinstance(leaf, Tensor):
                     self.tracker.label(leaf, BATCH)
             yield fakes
 
-    def _leave_gradients(self, parameters: list[nn.Parameter]) -> None:
-        """What the micro-batch before has left: all gradients, or those that backward made last, on their way."""
-        for parameter in parameters:
-            parameter.grad = torch.empty_like(parameter)
-            self.tracker.label(parameter.grad, GRADIENTS)
-            if self._choice.gradients == "host":
-                if sum(gradient.nbytes for gradient in self._in_flight) >= self._choice.in_flight_bytes:
-                    parameter.grad = None
-                    break
-                self._accumulated(parameter)
+    def _trained(self) -> list[nn.Parameter]:
+        return [parameter for parameter in self._module.parameters() if parameter.requires_grad]
 
     def micro_batch(self, batch: Any) -> None:
         """One forward and, unless the module runs it itself, its backward."""
@@ -181,40 +191,34 @@ class _Run:
         batch = self._compute.convert(batch)
         with self._compute.context():
             output = _training_step(self._module, batch)
+        if not getattr(self._module, "automatic_optimization", True):
+            return
         loss = output.get("loss") if isinstance(output, dict) else output
-        if isinstance(loss, Tensor) and getattr(self._module, "automatic_optimization", True):
-            self._backward(loss)
+        if not isinstance(loss, Tensor):
+            raise TypeError(f"training_step returned {type(loss).__name__} in place of a loss")
+        self._backward(loss)
 
     def _backward(self, loss: Tensor, *_args: Any, **options: Any) -> None:
+        for parameter in self._trained():
+            parameter.grad = None  # each backward makes gradients of its own, whatever becomes of them
         self.tracker.phase = "backward"
         loss.backward(retain_graph=options.get("retain_graph"))
         self.tracker.phase = "forward"
 
-    def _accumulated(self, parameter: Tensor) -> None:
-        gradient = parameter.grad
-        assert gradient is not None
-        if self._choice.gradients == "device":
-            self.tracker.label(gradient, GRADIENTS)
-            return
-        # The link may be the slowest: as much as the cap allows is taken to be still on its way.
-        parameter.grad = None
-        self.tracker.label(gradient, IN_FLIGHT)
-        self._in_flight.append(gradient)
-        while len(self._in_flight) > 1 and sum(g.nbytes for g in self._in_flight) > self._choice.in_flight_bytes:
-            self._in_flight.popleft()
+    def _accumulated(self, index: int, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        self.tracker.gradient(index, parameter.grad)
 
-    def result(self) -> DeviceMemory:
+    def result(self) -> Course:
         """What was seen."""
         tracker = self.tracker
-        return DeviceMemory(
-            peak=tracker.peak,
-            by_category=tracker.peak_by_category,
-            operation=tracker.peak_operation,
-            reserved=max(tracker.peak, reserved_peak(tracker.trace)),
-            forward_flops=dict(tracker.forward_flops),
-            backward_flops=tracker.backward_flops,
-            guesses=tuple(sorted(self._worst_case.guesses)),
-        )
+        figures = {
+            "forward_flops": dict(tracker.forward_flops),
+            "backward_flops": tracker.backward_flops,
+            "recomputed_flops": tracker.recomputed_flops,
+            "guesses": tuple(sorted(tracker.guesses)),
+        }
+        return Course(tuple(tracker.events), figures)
 
 
 def _training_step(module: Any, batch: Any) -> Any:
@@ -236,6 +240,18 @@ def _quiet() -> Generator[None, None, None]:
                 yield
     finally:
         logger.setLevel(level)
+
+
+@contextlib.contextmanager
+def _uncollected() -> Generator[None, None, None]:
+    """Without the collector of cycles, which would look through all that torch has imported again and again."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def weight_bytes(module: nn.Module, rule: DtypeRule) -> int:

@@ -24,6 +24,7 @@ class Estimate:
         accumulate: Micro-batches of an optimizer step.
         vram: Bytes the device has; None: not asked.
         ram: Bytes the host has; None: not asked.
+        configured: Name of the row that is what the strategy was given; None: no strategy of this package.
         reason: Why the step could not be run on fakes; empty if it was.
         notes: What else to know.
     """
@@ -35,6 +36,7 @@ class Estimate:
     accumulate: int
     vram: int | None = None
     ram: int | None = None
+    configured: str | None = None
     reason: str = ""
     notes: tuple[str, ...] = ()
 
@@ -79,6 +81,7 @@ class Estimate:
             "rows": [self._row_to_dict(row) for row in self.rows],
             "fits": bool(self.fitting),
             "fastest": fastest,
+            "configured": self.configured,
             "largest_parameters": self.largest if self.vram is not None or self.ram is not None else None,
             "reason": self.reason,
             "notes": list(self.notes),
@@ -106,7 +109,8 @@ class Estimate:
         }
 
     def __str__(self) -> str:
-        lines = [f"{self.module}: {self.parameters:,} trained parameters, {self.accumulate} micro-batches per step"]
+        batches = "micro-batch" if self.accumulate == 1 else "micro-batches"
+        lines = [f"{self.module}: {self.parameters:,} trained parameters, {self.accumulate} {batches} per step"]
         if self.reason:
             lines += [
                 f"The training step does not run on tensors without data ({self.reason}).",
@@ -121,23 +125,29 @@ class Estimate:
         budgets = self.vram is not None or self.ram is not None
         lines = [head + ("  fits" if budgets else "")]
         for row in self.rows:
-            step = "?" if row.step is None else f"{row.step.seconds * 1e3:.0f}"
-            sizes = f"{row.device_bytes / MB:9.0f} {row.host_bytes / MB:8.0f} {row.pinned_bytes / MB:9.0f}"
+            step = "?" if row.step is None else _figure(row.step.seconds * 1e3)
+            device, host = _figure(row.device_bytes / MB), _figure(row.host_bytes / MB)
+            pinned, checkpoint = _figure(row.pinned_bytes / MB), _figure(row.checkpoint_bytes / MB)
             lacking = ", ".join(self.lacks(row))
             verdict = ("  no: " + lacking if lacking else "  yes") if budgets else ""
-            lines.append(f"{row.name:{width}}  {sizes} {row.checkpoint_bytes / MB:13.0f} {step:>8}{verdict}")
+            lines.append(f"{row.name:{width}}  {device:>9} {host:>8} {pinned:>9} {checkpoint:>13} {step:>8}{verdict}")
         return lines
+
+    @property
+    def _own(self) -> Row:
+        """The row whose parts are shown: what is configured, or what is the default."""
+        return next((row for row in self.rows if row.name == self.configured), self.rows[1])
 
     def _peaks(self) -> list[str]:
         lines = []
-        for row in self.rows[:2]:
+        for row in (self.rows[0], self._own):
             parts = {**row.device.by_category, "allocator": row.device.reserved - row.device.peak}
             parts["context"] = CONTEXT_BYTES
             lines.append(f"device, {row.name}: {_parts(parts)}; peak at {row.device.operation}")
         return lines
 
     def _hosts(self) -> list[str]:
-        return [f"host, {self.rows[1].name}: {_parts(self.rows[1].host)}"]
+        return [f"host, {self._own.name}: {_parts(self._own.host)}"]
 
     def _rates(self) -> list[str]:
         rates, sources = self.hardware.rates, self.hardware.sources
@@ -154,21 +164,33 @@ class Estimate:
     def _verdict(self) -> list[str]:
         if self.vram is None and self.ram is None:
             return []
-        fitting = self.fitting
-        largest = f"The largest model of this shape that fits has about {self.largest / 1e6:,.0f}M parameters."
+        fitting, lines = self.fitting, []
+        if self.configured == self._own.name:
+            lacking = ", ".join(self.lacks(self._own))
+            lines.append(f"As configured, {self.configured}: " + (f"does not fit, {lacking}." if lacking else "fits."))
+        largest = f"The largest model of this shape that fits has about {_figure(self.largest / 1e6)}M parameters."
+        if not self.largest:
+            largest = "No model of this shape fits, however small."
         if not fitting:
-            closest = min(self.rows[1:], key=lambda row: row.device_bytes)
+            closest = min(self.rows[1:], key=lambda row: (row.device_bytes, row.host_bytes))
             return [
-                f"Nothing fits. The least device memory takes {closest.name}: {', '.join(self.lacks(closest))}.",
+                *lines,
+                f"Nothing fits. The least memory takes {closest.name}: {', '.join(self.lacks(closest))}.",
                 largest,
             ]
         fastest = fitting[0]
         unless = ", if activations fit too" if fastest.by_shapes else ""
-        return [f"{len(fitting)} of {len(self.rows)} ways fit{unless}; the fastest of them: {fastest.name}.", largest]
+        lines.append(f"{len(fitting)} of {len(self.rows)} ways fit{unless}; the fastest of them: {fastest.name}.")
+        return [*lines, largest]
 
 
 def _parts(parts: dict[str, int]) -> str:
-    return ", ".join(f"{name} {nbytes / MB:.0f}" for name, nbytes in parts.items() if nbytes) + " MB"
+    return ", ".join(f"{name} {_figure(nbytes / MB)}" for name, nbytes in parts.items() if nbytes) + " MB"
+
+
+def _figure(value: float) -> str:
+    """With a decimal where there would be few digits without it."""
+    return f"{value:.0f}" if value >= 10 or not value else f"{value:.1f}"
 
 
 def _gib(nbytes: int) -> str:

@@ -13,7 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_cpu_offload.estimate.fakes import DtypeRule, WorstCase, without_trainer
 from lightning_cpu_offload.estimate.work import Unit
-from lightning_cpu_offload.offload.fused import is_fused
+from lightning_cpu_offload.offload.adam import is_fused
+from lightning_cpu_offload.offload.resident import resident_bytes
 
 ADAM_STATE_BYTES = 8
 
@@ -27,6 +28,7 @@ class Subject:
         group_of: For each stepped parameter, by identity, its group over all optimizers.
         parameters: The stepped parameters in forward order, with their names and owners.
         state_bytes: Bytes of optimizer state in FP32.
+        bytes_of: What each stepped parameter's master and Adam's moments take, in forward order.
         fused: Whether the one-pass kernel steps all of them.
         note: What could not be found out, if anything.
     """
@@ -35,6 +37,7 @@ class Subject:
     group_of: dict[int, int]
     parameters: tuple[tuple[str, Tensor, nn.Module], ...]
     state_bytes: int
+    bytes_of: dict[Tensor, int]
     fused: bool
     note: str = ""
 
@@ -76,11 +79,13 @@ def subject(module: Any) -> Subject:
         for name, parameter, owner in _owned(module)
         if id(parameter) in group_of and parameter.requires_grad
     )
+    held = resident_bytes(optimizers)
     return Subject(
         optimizers=len(optimizers),
         group_of=group_of,
         parameters=parameters,
         state_bytes=sum(_state_bytes(optimizer) for optimizer in optimizers),
+        bytes_of={parameter: held[parameter] for _, parameter, _ in parameters},
         fused=all(is_fused(optimizer) for optimizer in optimizers),
         note=note,
     )

@@ -9,6 +9,7 @@ Every policy hands its work to the lanes in the order the offload does, over the
               gradient that is not finite raises); their weights return when backward no longer reads them
     delayed   the host steps under the next window; its weights return one window later
     partial   a part of the parameters is stepped on the device, the others as in exact
+    early partial   the others as in early
     host      gradients leave in every micro-batch and are added up on the host
     device    AdamW on the device: what the others are compared with
 """
@@ -28,8 +29,8 @@ from lightning_cpu_offload.estimate.schedule import (
     Schedule,
     Staging,
 )
-from lightning_cpu_offload.estimate.timeline import LANES, Lane, Task
-from lightning_cpu_offload.estimate.work import Load, Rates, Unit, Window, loads
+from lightning_cpu_offload.estimate.timeline import LANES, Lane, Task, busy
+from lightning_cpu_offload.estimate.work import Load, Rates, Unit, Window
 
 
 class Device(Schedule):
@@ -57,22 +58,45 @@ class Exact(Schedule):
     """All chunks in forward order, once the gradients are known to be good."""
 
     def update(self, ends: Sequence[float]) -> None:
-        """The pipeline."""
-        self.pipeline(self.loads, self.check())
+        """The pipeline, beside it the device's share."""
+        begin = self.check()
+        self.step_resident(begin)
+        self.pipeline(self.loads, begin)
+
+
+class Partial(Exact):
+    """A part of the parameters is stepped on the device."""
+
+    shares = True
 
 
 class Early(Schedule):
     """As many chunks as there are slots leave during the last backward."""
+
+    clips = False
+
+    def __init__(self, window: Window, rates: Rates, staging: Staging) -> None:
+        super().__init__(window, rates, staging)
+        self._slots = [0.0] * staging.early_slots
 
     def update(self, ends: Sequence[float]) -> None:
         """In the order in which gradients are complete, then the others in forward order."""
         complete = {load: max(ends[index] for index in load.units) for load in self.loads}
         end = max(ends, default=0.0)
         begun = [load for load in sorted(self.loads, key=complete.__getitem__) if complete[load] < end]
-        begun = begun[: self.staging.slots]
+        begun = begun[: self.staging.early_slots - self.staging.slots]
+        self._next_slot = 0
         for load in begun:
             self.through_slot(load, complete[load], end)
-        self.pipeline((load for load in self.loads if load not in begun), end)
+        self.step_resident(end)
+        early = set(begun)
+        self.pipeline((load for load in self.loads if load not in early), end)
+
+
+class EarlyPartial(Early):
+    """The same for what is not stepped on the device."""
+
+    shares = True
 
 
 class Delayed(Schedule):
@@ -82,6 +106,15 @@ class Delayed(Schedule):
         super().__init__(window, rates, staging)
         self._stepped: dict[Load, float] = {}
         self._left = [0.0] * len(window.units)  # when each parameter's gradient has left the device
+
+    def whole_backward(self) -> None:
+        """In one piece once all gradients of the window before are known to have left."""
+        if not any(self._left):
+            super().whole_backward()
+            return
+        for index in reversed(range(len(self._left))):
+            self.backward(index)
+        self._left = [0.0] * len(self._left)
 
     def backward(self, index: int, *after: float) -> float:
         """Waits for the gradient of the window before to have left."""
@@ -96,27 +129,6 @@ class Delayed(Schedule):
             for index in load.units:
                 self._left[index] = max(self._left[index], arrived)
             self._stepped[load] = self.step(load, arrived)
-
-
-class Partial(Schedule):
-    """The first parameters in forward order are stepped on the device, so that the next forward can begin."""
-
-    def __init__(self, window: Window, rates: Rates, staging: Staging) -> None:
-        super().__init__(window, rates, staging)
-        self._on_device = 0
-        on_host = []
-        for index, unit in enumerate(window.units):
-            if self._on_device + unit.numel <= staging.device_fraction * window.numel:
-                self._on_device += unit.numel
-            else:
-                on_host.append((index, unit))
-        self.loads = loads(on_host, staging.slot_bytes)
-
-    def update(self, ends: Sequence[float]) -> None:
-        """The device's share beside the pipeline."""
-        begin = self.check()
-        self.line.add("compute", "step", DEVICE_STEP_BYTES * self._on_device / self.rates.device, begin)
-        self.pipeline(self.loads, begin)
 
 
 class Host(Schedule):
@@ -179,6 +191,7 @@ POLICIES: dict[str, type[Schedule]] = {
     "none": Sequential,
     "exact": Exact,
     "early": Early,
+    "early partial": EarlyPartial,
     "delayed": Delayed,
     "partial": Partial,
     "host": Host,
@@ -220,15 +233,12 @@ def step_time(window: Window, rates: Rates, staging: Staging, policy: str, windo
     """
     if policy not in POLICIES:
         raise ValueError(f"policy={policy!r}: one of {', '.join(map(repr, POLICIES))}. Choose one of them.")
-    if policy == "early" and window.clip:
-        raise ValueError("policy='early': needs all gradients for the norm first. Take 'exact', or clip=False.")
+    if window.clip and not POLICIES[policy].clips:
+        raise ValueError(f"policy={policy!r}: needs all gradients for the norm first. Take 'exact', or clip=False.")
     schedule = POLICIES[policy](window, rates, staging)
     ends = [schedule.run() for _ in range(windows)]
     begin, end = ends[-2:]
-    tasks = tuple(
-        Task(task.lane, task.name, task.start - begin, task.end - begin)
-        for task in schedule.line.tasks
-        if task.end > begin and task.start < end
-    )
-    busy = {lane: schedule.line.busy(lane, begin, end) for lane in LANES}
-    return StepTime(end - begin, busy, tasks)
+    tasks = schedule.line.between(begin, end)
+    lanes = {lane: busy(tasks, lane, begin, end) for lane in LANES}
+    moved = (Task(task.lane, task.name, task.start - begin, task.end - begin) for task in tasks)
+    return StepTime(end - begin, lanes, tuple(moved))

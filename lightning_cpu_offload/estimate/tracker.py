@@ -1,4 +1,4 @@
-"""Peak memory and operations of whatever runs inside it, from the tensors that operations return.
+"""The course of memory and operations of whatever runs inside it, from the tensors that operations return.
 
 Under FakeTensorMode nothing is allocated and nothing computed, so a model of any size is followed in seconds. What
 an operation allocates and frees within itself does not show; that is under 3 % of the peak.
@@ -10,52 +10,91 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from lightning_cpu_offload.estimate.fakes import WorstCase
+
 WEIGHTS, GRADIENTS, ACTIVATIONS, LOGITS = "weights", "gradients", "activations", "logits"
 TEMPORARY, IN_FLIGHT, STATE, BATCH = "temporary", "in flight", "optimizer state", "batch"
+SCRATCH = "scratch"
+
+_DEVICE = torch.ops.prim.device.default
 
 _LOG_SOFTMAX = (torch.ops.aten._log_softmax.default, torch.ops.aten._log_softmax_backward_data.default)
 
 
-class MemoryTracker(TorchDispatchMode):
+class Made(NamedTuple):
+    """A block of memory came to be: its number, its bytes as the allocator rounds them, and what it is for."""
+
+    block: int
+    nbytes: int
+    category: str
+    place: tuple[str, Any, str]
+
+
+class Freed(NamedTuple):
+    """Nobody holds the block any more."""
+
+    block: int
+
+
+class Renamed(NamedTuple):
+    """The block turns out to be for something else."""
+
+    block: int
+    category: str
+
+
+class Left(NamedTuple):
+    """The micro-batch before has left a gradient of so many bytes, where it stays for the window."""
+
+    parameter: int
+    nbytes: int
+
+
+class Gradient(NamedTuple):
+    """Backward has completed the gradient of a parameter; who replays the course says what becomes of its block."""
+
+    parameter: int
+    block: int
+
+
+Change = Made | Freed | Renamed | Left | Gradient
+
+
+class Tracker(WorstCase):
     """Follows every storage from the operation that returns it until it is freed.
 
     Args:
         round_to: Bytes to which an allocator rounds a block; 512 for CUDA's.
 
     Attributes:
-        phase: Set by the caller: `"forward"`, `"backward"` or `"step"`.
-        current: Bytes by category now.
-        peak: The most bytes at once.
-        peak_by_category: What they were.
-        peak_operation: When: the phase, the operation, and the parameter in whose neighbourhood it stood.
-        trace: Every block's number and size, negative when freed.
+        phase: Set by the caller: `"forward"` or `"backward"`.
+        events: What happened, in order.
         forward_flops: Operations of forwards by parameter name; those that belong to none count for the one before.
         backward_flops: Operations of backwards in total.
+        recomputed_flops: Of them, those of forwards that are computed again.
     """
 
     def __init__(self, round_to: int = 512) -> None:
         super().__init__()
         self.phase = "forward"
-        self.current: Counter[str] = Counter()
-        self.peak = 0
-        self.peak_by_category: dict[str, int] = {}
-        self.peak_operation = ""
-        self.trace: list[tuple[int, int]] = []
+        self.events: list[Change] = []
         self.forward_flops: Counter[str] = Counter()
         self.backward_flops = 0
+        self.recomputed_flops = 0
         self._round_to = round_to
         self._blocks: dict[int, _Block] = {}
+        self._made = 0
         self._names: dict[int, str] = {}
         self._near = ""
-        self._operation = ""
+        self._operation: Any = ""
 
     def name(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
         """Follow weights, by their names."""
@@ -68,15 +107,24 @@ class MemoryTracker(TorchDispatchMode):
         block = self._blocks.get(_key(tensor))
         if block is None:
             self._follow(tensor, category)
-        elif block.category != category:
-            self.current[block.category] -= block.nbytes
-            block.category = category
-            self._count(category, block.nbytes)
+        else:
+            self.events.append(Renamed(block.number, category))
+
+    def left(self, parameter: int, tensor: Tensor) -> None:
+        """Note that there is a gradient of this size from the micro-batch before."""
+        self.events.append(Left(parameter, self._rounded(tensor)))
+
+    def gradient(self, parameter: int, tensor: Tensor) -> None:
+        """Note that backward has completed a gradient."""
+        if block := self._blocks.get(_key(tensor)):
+            self.events.append(Gradient(parameter, block.number))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation and follow what it returns."""
-        out = func(*args, **(kwargs or {}))
-        self._operation = str(func)
+        if func is _DEVICE and isinstance(args[0], FakeTensor):  # asked more often than anything is computed
+            return args[0].fake_device
+        out = self.answer(func, args, kwargs or {})
+        self._operation = func
         formula = _flop_formula(func._overloadpacket)
         if formula is not None:
             self._count_flops(formula, args, kwargs or {}, out)
@@ -84,40 +132,32 @@ class MemoryTracker(TorchDispatchMode):
         if func in _LOG_SOFTMAX:
             category = LOGITS
             self.label(args[0], LOGITS)
-        for leaf in tree_leaves(out):
+        for leaf in (out,) if isinstance(out, Tensor) else tree_leaves(out):
             if isinstance(leaf, Tensor) and _key(leaf) not in self._blocks:
                 self._follow(leaf, category)
         return out
 
-    def _category(self) -> str:
+    def _again(self) -> bool:
         # Backward computes without building a graph, but for activations that are computed again.
-        again = self.phase == "backward" and torch.is_grad_enabled()
-        return ACTIVATIONS if self.phase == "forward" or again else TEMPORARY
+        return self.phase == "backward" and torch.is_grad_enabled()
+
+    def _category(self) -> str:
+        return ACTIVATIONS if self.phase == "forward" or self._again() else TEMPORARY
+
+    def _rounded(self, tensor: Tensor) -> int:
+        return -(-tensor.untyped_storage().nbytes() // self._round_to) * self._round_to
 
     def _follow(self, tensor: Tensor, category: str) -> None:
-        storage = tensor.untyped_storage()
-        nbytes = -(-storage.nbytes() // self._round_to) * self._round_to
+        nbytes = self._rounded(tensor)
         if not nbytes:
             return
         key = _key(tensor)
-        number = len(self.trace)
-        self._blocks[key] = _Block(category, nbytes, number, weakref.ref(storage, lambda _: self._freed(key)))
-        self.trace.append((number, nbytes))
-        self._count(category, nbytes)
-
-    def _count(self, category: str, nbytes: int) -> None:
-        self.current[category] += nbytes
-        total = sum(self.current.values())
-        if total > self.peak:
-            self.peak = total
-            self.peak_by_category = {name: nbytes for name, nbytes in self.current.items() if nbytes}
-            near = f" near {self._near}" if self._near else ""
-            self.peak_operation = f"{self.phase}: {self._operation}{near}"
+        self._blocks[key] = _Block(self._made, weakref.ref(tensor.untyped_storage(), lambda _: self._freed(key)))
+        self.events.append(Made(self._made, nbytes, category, (self.phase, self._operation, self._near)))
+        self._made += 1
 
     def _freed(self, key: int) -> None:
-        block = self._blocks.pop(key)
-        self.current[block.category] -= block.nbytes
-        self.trace.append((block.number, -block.nbytes))
+        self.events.append(Freed(self._blocks.pop(key).number))
 
     def _count_flops(self, formula: Any, args: Any, kwargs: Any, out: Any) -> None:
         flops = formula(*args, **kwargs, out_val=out)
@@ -126,24 +166,24 @@ class MemoryTracker(TorchDispatchMode):
                 self._near = self._names.get(_key(tensor), self._near)
         if self.phase == "forward":
             self.forward_flops[self._near] += flops
-        else:
-            self.backward_flops += flops
+            return
+        self.backward_flops += flops
+        if self._again():
+            self.recomputed_flops += flops
 
 
-class _Block:
+class _Block(NamedTuple):
     """A piece of memory that is in use."""
 
-    __slots__ = ("category", "nbytes", "number", "storage")
-
-    def __init__(self, category: str, nbytes: int, number: int, storage: Any) -> None:
-        self.category, self.nbytes, self.number, self.storage = category, nbytes, number, storage
+    number: int
+    storage: Any
 
 
 @cache
 def _flop_formula(packet: Any) -> Any:
-    if packet not in flop_registry and packet.__name__.endswith("_"):  # an operation in place
-        packet = getattr(torch.ops.aten, packet.__name__[:-1], packet)
-    return flop_registry.get(packet)
+    """How to count an operation: what is done in place, or by the CPU's own kernel, counts like the usual one."""
+    name = packet.__name__.replace("_for_cpu", "").removesuffix("_")
+    return flop_registry.get(packet) or flop_registry.get(getattr(torch.ops.aten, name, packet))
 
 
 def _key(tensor: Tensor) -> int:

@@ -5,10 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from lightning_cpu_offload.offload.moments import moment_bytes
 from lightning_cpu_offload.offload.plan import cut
 
-STATE_BYTES = 24
-"""FP32 master, exp_avg and exp_avg_sq of one parameter, read and written."""
+MASTER_BYTES = 8
+"""FP32 master of one parameter, read and written."""
+
+
+def state_bytes(state_dtype: str = "float32") -> float:
+    """Bytes that a step reads and writes of one parameter's master, exp_avg and exp_avg_sq."""
+    return MASTER_BYTES + 2 * moment_bytes(state_dtype)
 
 
 @dataclass(frozen=True)
@@ -61,12 +67,14 @@ class Window:
         accumulate: Micro-batches.
         backward: Operations of a backward for each one of a forward; 3 where activations are computed again.
         clip: Whether the gradients' norm is clipped.
+        state_dtype: What the moments on the host are held in.
     """
 
     units: tuple[Unit, ...]
     accumulate: int = 1
     backward: float = 2.0
     clip: bool = False
+    state_dtype: str = "float32"
 
     @property
     def numel(self) -> int:
@@ -92,11 +100,13 @@ class Load:
         units: Indices of the parameters it holds parts of, in forward order.
         numel: Elements.
         itemsize: Bytes of each on the device.
+        state_bytes: Bytes of each one's state that a step reads and writes.
     """
 
     units: tuple[int, ...]
     numel: int
     itemsize: int
+    state_bytes: float = 24
 
     @property
     def nbytes(self) -> int:
@@ -104,12 +114,12 @@ class Load:
         return self.numel * self.itemsize
 
     @property
-    def step_bytes(self) -> int:
-        """Bytes the host reads and writes to step it: the state twice, gradient in, weight out."""
-        return self.numel * STATE_BYTES + 2 * self.nbytes
+    def step_bytes(self) -> float:
+        """Bytes the host reads and writes to step it: the state, gradient in, weight out."""
+        return self.numel * self.state_bytes + 2 * self.nbytes
 
 
-def loads(units: Iterable[tuple[int, Unit]], slot_bytes: int) -> list[Load]:
+def loads(units: Iterable[tuple[int, Unit]], slot_bytes: int, state_dtype: str = "float32") -> list[Load]:
     """Cut parameters, given with their place in forward order, as the offload does: chunks in forward order."""
     regions: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for index, unit in sorted(units, key=lambda item: (item[1].numel % 8 != 0, item[0])):
@@ -118,5 +128,5 @@ def loads(units: Iterable[tuple[int, Unit]], slot_bytes: int) -> list[Load]:
     for (_, itemsize), members in regions.items():
         for chunk in cut([numel for _, numel in members], max(1, slot_bytes // itemsize)):
             held = tuple(sorted(members[piece.index][0] for piece in chunk.pieces))
-            result.append(Load(held, chunk.stop - chunk.start, itemsize))
+            result.append(Load(held, chunk.stop - chunk.start, itemsize, state_bytes(state_dtype)))
     return sorted(result, key=lambda load: load.units[0])

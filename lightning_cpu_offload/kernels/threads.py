@@ -29,6 +29,10 @@ class ThreadPool:
     Args:
         num_threads: At least 1; None means `physical_cores()`.
 
+    Attributes:
+        num_threads: How many.
+        leaves_one: Asked at each call: whether a thread outside needs a core meanwhile, so that one works less.
+
     Raises:
         ValueError: If `num_threads` is less than 1.
     """
@@ -37,6 +41,7 @@ class ThreadPool:
         if num_threads is not None and num_threads < 1:
             raise ValueError(f"num_threads={num_threads!r}: must be 1 or more. Pass None to use every physical core.")
         self.num_threads = physical_cores() if num_threads is None else num_threads
+        self.leaves_one: Callable[[], bool] = bool  # False
         self._executor: ThreadPoolExecutor | None = None
         self._pid = os.getpid()
 
@@ -63,8 +68,8 @@ class ThreadPool:
                     pending.clear()
                     raise
 
-        num_helpers = min(self.num_threads, num_items) - 1
-        helpers = [self._threads().submit(work) for _ in range(num_helpers)]
+        num_threads = max(1, self.num_threads - self.leaves_one())
+        helpers = [self._threads().submit(work) for _ in range(min(num_threads, num_items) - 1)]
         try:
             work()
         finally:

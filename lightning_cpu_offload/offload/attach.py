@@ -5,30 +5,34 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Literal
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_cpu_offload import kernels
 from lightning_cpu_offload.kernels.threads import ThreadPool
+from lightning_cpu_offload.offload.adam import is_fused, state_bytes
 from lightning_cpu_offload.offload.budget import Bytes, available, free_device, needs, require_fits
 from lightning_cpu_offload.offload.flight import StepReport
-from lightning_cpu_offload.offload.fused import state_bytes
 from lightning_cpu_offload.offload.gate import Gate
 from lightning_cpu_offload.offload.gradients import GradientStream, HostGradient
 from lightning_cpu_offload.offload.hooked import HookedOptimizer
 from lightning_cpu_offload.offload.host import Host
 from lightning_cpu_offload.offload.masters import Master, StateDictHooks
-from lightning_cpu_offload.offload.memory import HostMemory
+from lightning_cpu_offload.offload.memory import HostArena, HostMemory
 from lightning_cpu_offload.offload.moments import BORDER_BYTES
 from lightning_cpu_offload.offload.nonfinite import Nonfinite
+from lightning_cpu_offload.offload.partition import Partition
 from lightning_cpu_offload.offload.pipeline import EARLY_DEPTH, RING_DEPTH, SLOT_BYTES, Pipeline
 from lightning_cpu_offload.offload.region import Region
 from lightning_cpu_offload.offload.resident import choose, require_adam, resident_bytes
+from lightning_cpu_offload.offload.settings import Settings
 from lightning_cpu_offload.offload.shown import hit_without_trace, shown
+from lightning_cpu_offload.offload.tensors import names_of, require_initialised, tensors_of
 from lightning_cpu_offload.offload.transfer import Engine, make_engine
 from lightning_cpu_offload.offload.watch import Watch
 
@@ -40,37 +44,6 @@ DtypeRule = Callable[[nn.Module, Tensor, bool], torch.dtype]
 The third argument says whether others may write to it while it is held, in steps too small for BF16: while training,
 all that no optimizer of the module steps (the weights of a momentum teacher, or of another library).
 """
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What the user chose.
-
-    Attributes:
-        gradients: `"device"`: on the parameters until the step. `"host"`: each leaves when autograd has it.
-            `"auto"`: on the device if they fit there beside the weights, and as much again is left for activations.
-        update: `"exact"`; `"early"`: the same, begun under the last backward; or `"delayed"`: weights follow their
-            masters one step later.
-        exact_steps: With delayed updates, so many steps are exact first.
-        nonfinite: What to do when a gradient is not finite: `"skip"` the step, or `"raise"`.
-        pin_memory: Page-lock the staging buffers: True, False, or `"auto"` (where the machine allows it).
-        cpu_threads: Threads of the host step; None: one for each physical core this process may use.
-        check_memory: Compare what is needed with what is free before anything is allocated.
-        device_fraction: Part of the masters and moments that is kept and stepped on the device.
-        device_memory: The same as a number of bytes; None: by the fraction.
-        state_dtype: What Adam's moments are held in: `"float32"`, `"bfloat16"` or `"float8"`.
-    """
-
-    gradients: Literal["device", "host", "auto"] = "device"
-    update: Literal["exact", "early", "delayed"] = "exact"
-    exact_steps: int = 0
-    nonfinite: Literal["skip", "raise"] = "skip"
-    pin_memory: bool | Literal["auto"] = "auto"
-    cpu_threads: int | None = None
-    check_memory: bool = True
-    device_fraction: float = 0.0
-    device_memory: int | None = None
-    state_dtype: Literal["float32", "bfloat16", "float8"] = "float32"
 
 
 class Attachment:
@@ -86,6 +59,8 @@ class Attachment:
         device: Where the module computes.
         rule: The dtype of each tensor there.
         settings: The user's choices.
+        partition: The ranks that train the same module with it, by torch's DDP; each holds a part of the masters.
+            None: this process alone.
 
     Raises:
         ValueError: A parameter is not initialised yet.
@@ -98,28 +73,32 @@ class Attachment:
         device: torch.device,
         rule: DtypeRule,
         settings: Settings,
+        partition: Partition | None = None,
     ) -> None:
-        _require_initialised(module)
-        self.memory = HostMemory()
+        require_initialised(module)
         self.threads = ThreadPool(settings.cpu_threads)
+        self.memory = HostMemory(self.threads)
         self._device = device
+        self._partition = partition
         self._rule = rule
-        self._owners = {tensor: owner for owner, tensor in _tensors(module)}
-        self._names = dict(_names(module))
+        self._owners = {tensor: owner for owner, tensor in tensors_of(module)}
+        self._names = dict(names_of(module))
         self._order = {tensor: index for index, tensor in enumerate(self._owners)}
         self._masters: dict[Tensor, Master] = {}
         self._region_of: dict[Tensor, Region] = {}
         self._resident: set[Tensor] = set()
-        self._slot_bytes = _slot_bytes(module, BORDER_BYTES[settings.state_dtype])
+        ranks = 1 if partition is None else partition.size
+        self._slot_bytes = slot_bytes(module, BORDER_BYTES[settings.state_dtype], ranks)
         self.optimizers: list[HookedOptimizer] = []
         self.host: Host | None = None
+        self.warm_up_seconds = 0.0
         self._hooks = StateDictHooks(module, self._masters, self.land)
         try:
             if optimizers:
                 self._hook_all(optimizers, settings)
             self._convert_rest()
         except BaseException:
-            self.detach()
+            self.detach(alone=True)
             raise
 
     def land(self) -> None:
@@ -150,8 +129,15 @@ class Attachment:
         hit = frozenset[Master]()
         if self.host is not None and not for_writing:
             hit = hit_without_trace(self.regions, self.host.watch)
-        with shown(self._masters.values(), for_writing, hit):
+        masters = self._masters.values()
+        with self._gathered(self._arenas()), shown(masters, for_writing, hit, reduced=self._partition is not None):
             yield
+
+    def _gathered(self, arenas: Iterable[HostArena]) -> AbstractContextManager[None]:
+        return nullcontext() if self._partition is None else self._partition.gathered(arenas)
+
+    def _arenas(self) -> list[HostArena]:
+        return [region.master for region in self.regions if isinstance(region.master, HostArena)]
 
     def before_backward(self) -> None:
         """What the forward pass did not wait for must be there now, and gradients must have left."""
@@ -215,12 +201,16 @@ class Attachment:
         """What the last optimizer step moved and cost."""
         return self.pipeline.report if self.pipeline is not None else StepReport()
 
-    def detach(self) -> None:
+    def detach(self, alone: bool = False) -> None:
         """Give the module its trained values back, on the CPU and in the dtype it came with; optimizers keep state.
 
         Never raises over the exception that ended training: if the device no longer answers, the masters count.
+
+        Args:
+            alone: Do without other ranks, which may be gone: what they hold is taken from the weights on the device.
         """
         self._land_at_the_end()
+        self._complete(alone)
         if self.host is not None and self.host.stream is not None:
             self.host.stream.detach()
         self._hooks.remove()
@@ -246,12 +236,31 @@ class Attachment:
         except Exception as error:  # the step failed, or was refused: its masters are those before it
             warnings.warn(f"the last optimizer step did not end: {error}", stacklevel=3)
 
+    def _complete(self, alone: bool) -> None:
+        """Bring here what other ranks hold of the masters, for good."""
+        spread = [arena for arena in self._arenas() if not arena.whole]
+        if spread and self._partition is not None and not alone:
+            for arena in spread:
+                self._partition.complete(arena)
+        elif spread:
+            warnings.warn(
+                "training ended by an exception, so what other ranks hold of the FP32 masters was not asked for: the "
+                "module has that part as it was on the device, rounded. Continue from the last checkpoint.",
+                stacklevel=3,
+            )
+            for master in self._masters.values():
+                if master.share is not None:
+                    master.share.make_up()
+            for arena in spread:
+                arena.whole = True
+
     def _hook_all(self, optimizers: Sequence[torch.optim.Optimizer], settings: Settings) -> None:
         self._resident = self._choose_resident(optimizers, settings)
         if settings.check_memory:
-            pin_required = settings.pin_memory is True
-            require_fits(self._needs(optimizers, settings), available(self._device), pin_required=pin_required)
+            self._require_memory(optimizers, settings)
         engine = make_engine(self._device)
+        if settings.cpu_threads is None:
+            self.threads.leaves_one = engine.training_goes_on
         watch = Watch(self.threads, engine)
         # The staging buffers come first: page-locked memory is the scarcest.
         pipeline = Pipeline(
@@ -274,13 +283,37 @@ class Attachment:
             settings.exact_steps,
             early=settings.update == "early",
             state_dtype=settings.state_dtype,
+            partition=self._partition,
         )
         if kernels.available():
-            kernels.warm_up(host_gradients=self.host.stream is not None, state_dtype=settings.state_dtype)
-        for optimizer in optimizers:
-            self.optimizers.append(
-                HookedOptimizer(optimizer, self.host, self._build_regions, self._order, self._masters)
+            self.warm_up_seconds = kernels.warm_up(
+                host_gradients=self.host.stream is not None, state_dtype=settings.state_dtype
             )
+        for optimizer in optimizers:
+            build = partial(self._build_regions, self._partition_of(optimizer))
+            self.optimizers.append(HookedOptimizer(optimizer, self.host, build, self._order, self._masters))
+        if self._partition is not None:
+            self._partition.sealed = True
+
+    def _partition_of(self, optimizer: torch.optim.Optimizer) -> Partition | None:
+        """The ranks that share an optimizer's masters and state; None: its own step needs all of them here."""
+        partition = self._partition
+        return partition if partition is not None and partition.size > 1 and is_fused(optimizer) else None
+
+    def _require_memory(self, optimizers: Sequence[torch.optim.Optimizer], settings: Settings) -> None:
+        needed, free = self._needs(optimizers, settings), available(self._device)
+        partition = self._partition
+        fits = False
+        try:
+            if partition is not None:  # the ranks of one machine take their memory at the same time
+                needed = replace(needed, host=needed.host * settings.local_ranks)
+            require_fits(needed, free, pin_required=settings.pin_memory is True)
+            fits = True
+        finally:
+            # Also before the others take theirs: what they have taken by then would count twice.
+            everywhere = partition is None or partition.all_agree(fits)
+        if not everywhere:
+            raise MemoryError("another rank lacks memory; its own error says how much, and what would help.")
 
     def _choose_resident(self, optimizers: Sequence[torch.optim.Optimizer], settings: Settings) -> set[Tensor]:
         if not settings.device_fraction and settings.device_memory is None:
@@ -300,6 +333,8 @@ class Attachment:
         """Memory that the plan takes above what is taken already."""
         held = {p: optimizer for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
         trained = {p: optimizer for p, optimizer in held.items() if p.requires_grad and p in self._owners}
+        ranks = 1 if self._partition is None else self._partition.size
+        shares = {p: ranks if is_fused(held[p]) else 1 for p in trained}
         on_host = settings.gradients == "host"
         depth = EARLY_DEPTH if settings.update == "early" else 2 * RING_DEPTH if on_host else RING_DEPTH
         slots = depth * self._slot_bytes
@@ -307,9 +342,13 @@ class Attachment:
         on_device = resident_bytes(optimizers)
         return needs(
             weight_bytes=self._weight_bytes(trained),
-            numel=sum(p.numel() for p in trained if p not in self._resident),
+            numel=math.ceil(sum(p.numel() / shares[p] for p in trained if p not in self._resident)),
             state_bytes=math.ceil(
-                sum(state_bytes(held[p], settings.state_dtype) * p.numel() for p in trained if p not in self._resident)
+                sum(
+                    state_bytes(held[p], settings.state_dtype) * p.numel() / shares[p]
+                    for p in trained
+                    if p not in self._resident
+                )
             ),
             resident_bytes=sum(on_device[p] for p in self._resident),
             gradients_on_host=on_host,
@@ -326,7 +365,7 @@ class Attachment:
     def _has_room_for_gradients(self) -> bool:
         return 3 * self._weight_bytes(t for t in self._owners if t.requires_grad) <= free_device(self._device)
 
-    def _build_regions(self, parameters: Sequence[tuple[int, Tensor]]) -> list[Region]:
+    def _build_regions(self, partition: Partition | None, parameters: Sequence[tuple[int, Tensor]]) -> list[Region]:
         """Regions for parameters given with their group; those that are not ours to step get none.
 
         A parameter that another optimizer steps too is in that one's region.
@@ -336,12 +375,18 @@ class Attachment:
         for group, parameter in sorted(parameters, key=lambda item: self._place(item[1])):
             if parameter in self._region_of or parameter not in self._owners:
                 continue
+            if self._partition is not None and self._partition.sealed and parameter.requires_grad:
+                raise RuntimeError(
+                    f"{self._names[parameter]}: unfrozen, or added to an optimizer, after training began; torch's DDP "
+                    "reduces gradients of what was trained at the beginning only. Let it require gradients from the "
+                    "start, with find_unused_parameters=True."
+                )
             dtype = self._rule(self._owners[parameter], parameter, False)
             if dtype in (torch.float32, torch.bfloat16):
                 key = group, dtype, parameter in self._resident
                 together.setdefault(key, []).append(self._master(parameter))
         for (_, dtype, resident), masters in together.items():
-            region = Region(masters, dtype, self._device, self.memory, self._slot_bytes, resident)
+            region = Region(masters, dtype, self._device, self.memory, self._slot_bytes, resident, partition)
             self._region_of.update({master.tensor: region for master in masters})
             if self.host is not None and self.host.stream is not None:
                 self.host.stream.attach(region)
@@ -389,36 +434,10 @@ def _warns(what: str) -> Iterator[None]:
         warnings.warn(f"{what} could not be read back ({error}).", stacklevel=4)
 
 
-def _tensors(module: nn.Module) -> Iterable[tuple[nn.Module, Tensor]]:
-    """Every parameter and buffer once, with the module that owns it first."""
-    seen = set()
-    for owner in module.modules():
-        for tensor in (*owner._parameters.values(), *owner._buffers.values()):
-            if tensor is not None and tensor not in seen:
-                seen.add(tensor)
-                yield owner, tensor
-
-
-def _names(module: nn.Module) -> Iterable[tuple[Tensor, str]]:
-    for name, parameter in module.named_parameters():
-        yield parameter, name
-    for name, buffer in module.named_buffers():
-        yield buffer, name
-
-
-def _require_initialised(module: nn.Module) -> None:
-    for name, parameter in module.named_parameters():
-        if isinstance(parameter, nn.parameter.UninitializedParameter):
-            raise ValueError(
-                f"parameter {name!r} is lazy and has no shape yet, so it can have no master. "
-                "Run the module once on a dummy batch, in configure_model for instance."
-            )
-
-
-def _slot_bytes(module: nn.Module, unit: int) -> int:
-    """Size of a staging buffer, a multiple of `unit` bytes: less than usual for a model that is small."""
+def slot_bytes(module: nn.Module, unit: int, ranks: int = 1) -> int:
+    """Size of a staging buffer, a multiple of `unit` bytes: less than usual for what is small of a model here."""
     total = sum(parameter.nbytes for parameter in module.parameters())
-    wanted = max(total // 16, min(total, SMALL_SLOT_BYTES))  # a small model is pipelined too
+    wanted = max(total // (16 * ranks), min(total, SMALL_SLOT_BYTES))  # a small model is pipelined too
     return min(SLOT_BYTES, max(unit, -(-wanted // unit) * unit))
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_cpu_offload.offload.accumulators import Decoy
 from lightning_cpu_offload.offload.clip import Clip
 from lightning_cpu_offload.offload.flight import StepReport
 from lightning_cpu_offload.offload.host import Host
@@ -42,6 +43,7 @@ class BodyStep:
         self._writes = writes
         self._due: list[Master] = []
         self._parameters: list[tuple[Master, Tensor, Tensor | None, bool, int]] = []
+        self._decoys: list[Decoy] = []
         self._settings: list[tuple[dict[str, Any], str, Any]] = []
         self._report = StepReport()
         self._began = self._ready = 0.0
@@ -98,11 +100,15 @@ class BodyStep:
             master.tensor.grad = None if cleared else gradient
             if moved and master.tensor not in self._trained.masters:
                 master.bind(master.view.copy_(master.host))  # the body wrote to what it does not step
+        while self._decoys:
+            self._decoys.pop().remove()
         while self._settings:
             group, name, value = self._settings.pop()
             group[name] = value
 
     def _put(self, master: Master, data: Tensor, gradient: Tensor | None) -> None:
+        if self._host.partition is not None:
+            self._decoys.append(Decoy(master.tensor))
         before = master.tensor.grad
         master.tensor.grad = None
         master.tensor.data = data

@@ -88,3 +88,12 @@ class Flight:
     tasks: list[Task] = field(default_factory=list)
     grounded: bool = False
     error: BaseException | None = None
+
+    def attempt(self, part: Callable[[], None]) -> None:
+        """A part of it on the host thread: after a failure nothing more is done, and the training thread hears."""
+        if self.grounded:
+            return
+        try:
+            part()
+        except BaseException as error:
+            self.grounded, self.error = True, error

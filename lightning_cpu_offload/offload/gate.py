@@ -75,8 +75,9 @@ class Gate(TorchFunctionMode):
             self._flights, self._places = flights, _Places(*flights)
         weights, gradients, stepped = self._places.last(tensors)
         if stepped >= 0:
-            pipeline.land()
-            return
+            pipeline.rest()
+            if pipeline.working is None:
+                return
         if weights >= 0:
             pipeline.arrive(weights)
         if gradients >= 0:

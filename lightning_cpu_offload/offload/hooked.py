@@ -4,7 +4,7 @@ The optimizer stays the object the user made, of the class it has, with the modu
 `param_groups`; schedulers, callbacks and closures never see anything else.
 
     step(closure) -> pre-hook -> closure: forward, backward, clipping, on the module's parameters
-                              -> engage: the kernel is launched, and the body finds no gradients; or
+                              -> engage: the kernel is launched, and the body finds no parameters; or
                                  each parameter's data and gradient are its master's, for the body to step
                      body
                      post-hook -> disengage: gradients, or compute copies, back in place
@@ -25,10 +25,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_cpu_offload.offload.adam import is_adam, is_fused
 from lightning_cpu_offload.offload.body_step import BodyStep, own_state
 from lightning_cpu_offload.offload.clip import Clip
 from lightning_cpu_offload.offload.early import Early
-from lightning_cpu_offload.offload.fused import FusedAdamW, is_adam, is_fused
+from lightning_cpu_offload.offload.fused import FusedAdamW
 from lightning_cpu_offload.offload.host import Host
 from lightning_cpu_offload.offload.kernel_step import KernelStep
 from lightning_cpu_offload.offload.masters import Master
@@ -72,7 +73,7 @@ class HookedOptimizer:
         self._trained = Trained(optimizer, build, order, converted)
         self._writes = Writes(self.regions, host.watch, host.pipeline)
         self._fused = (
-            FusedAdamW(optimizer, self.regions, host.threads, host.state_dtype) if is_adam(optimizer) else None
+            FusedAdamW(optimizer, self._trained, host.threads, host.state_dtype) if is_adam(optimizer) else None
         )
         self._early = (
             Early(self._fused, self._trained, host, self._writes) if self._fused is not None and host.early else None
@@ -89,11 +90,13 @@ class HookedOptimizer:
                 f"update='delayed' is for Adam and AdamW: {type(optimizer).__name__} makes exact steps.", stacklevel=2
             )
         self._admit()
+        self._save_handles = [
+            optimizer.register_state_dict_pre_hook(self._before_save),
+            optimizer.register_state_dict_post_hook(self._after_save, prepend=True),
+        ]
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
-            optimizer.register_state_dict_pre_hook(self._before_save),
-            optimizer.register_state_dict_post_hook(self._after_save, prepend=True),
             optimizer.register_load_state_dict_pre_hook(self._before_load),
             optimizer.register_load_state_dict_post_hook(self._after_load, prepend=True),
         ]
@@ -143,6 +146,9 @@ class HookedOptimizer:
         self._body.put_back()
         for handle in self._handles:
             handle.remove()
+        if not any(region.spread for region in self.regions):  # else it is still in the memory of all ranks
+            for handle in self._save_handles:
+                handle.remove()
         if self._fused is not None:
             self._fused.bring_home()
 
@@ -164,8 +170,6 @@ class HookedOptimizer:
         self._host.pipeline.catch_up()
         self._admit()
         self._writes.adopt_seen()
-        for region in self.regions:
-            region.lay_out_gradients()
         due = self._trained.due()
         self._warn_without_gradients(found=bool(due))
         self.num_steps += 1
@@ -176,6 +180,7 @@ class HookedOptimizer:
         else:
             if any(region.resident for region in self.regions):
                 require_adam([self.optimizer])
+            self._require_all_here()
             self._engaged = self._body
             self._body.begin(due, self.num_steps, clip)
 
@@ -224,13 +229,37 @@ class HookedOptimizer:
         return False
 
     def _before_save(self, _optimizer: Any) -> None:
+        self._saved_shares()  # before a wait in which other ranks may have no part
         self._host.land()
+        if self._kernel is not None:
+            self._kernel.end()  # a signal handler may save in the middle of a step
 
     def _after_save(self, _optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any] | None:
         resident = [index for index, parameter in enumerate(self.parameters()) if self._trained.is_resident(parameter)]
+        if self._kernel is not None and self._engaged is self._kernel:
+            self._kernel.hide()
         state = state_dict["state"]
         copies = {index: {**state[index], **_on_host(state[index])} for index in resident if index in state}
+        copies.update((index, {**state[index], **moments}) for index, moments in self._saved_shares().items())
         return {**state_dict, "state": {**state, **copies}} if copies else None
+
+    def _saved_shares(self) -> dict[int, dict[str, Tensor]]:
+        """Moments of which other ranks hold parts, by the parameter's number, as they may be saved."""
+        partition = self._host.partition
+        if self._fused is None or partition is None:
+            return {}
+        stateful = [(index, p) for index, p in enumerate(self.parameters()) if self.optimizer.state.get(p)]
+        found = {index: self._fused.saved(parameter, partition.deferring) for index, parameter in stateful}
+        return {index: moments for index, moments in found.items() if moments}
+
+    def _require_all_here(self) -> None:
+        """Whether the optimizer's own body finds all of what it is to step."""
+        if any(region.spread for region in self.regions):
+            raise RuntimeError(
+                f"{type(self.optimizer).__name__}: its own step is needed for the options it has now (amsgrad, "
+                "differentiable), or for its class, but its parameters are spread over the ranks, as Adam and AdamW "
+                "step them. Set the options when the optimizer is made, and give each parameter to one optimizer."
+            )
 
     def _before_load(self, _optimizer: Any, state_dict: dict[str, Any]) -> None:
         # torch casts loaded state to the dtype and device of the parameters it finds: it must find the masters.
@@ -249,6 +278,8 @@ class HookedOptimizer:
         added = self._trained.admit(with_state)
         if not added:
             return
+        if not self.is_fused:
+            self._require_all_here()
         self._host.land()
         for region in added:
             self._host.watch.remember(region)
@@ -259,7 +290,7 @@ class HookedOptimizer:
         if self._fused is not None and self.is_fused:
             self._fused.allocate()
         chunks = self._trained.chunks
-        self._host.pipeline.reserve(len(chunks), sum(region.resident for region, _ in chunks))
+        self._host.pipeline.reserve(len(chunks), sum(not region.takes_slot(chunk) for region, chunk in chunks))
         self._own_state(master.tensor for region in added for master in region.masters)
 
     def _own_state(self, parameters: Iterable[Tensor]) -> None:

@@ -9,6 +9,7 @@ from lightning_cpu_offload.offload.gate import Gate
 from lightning_cpu_offload.offload.gradients import GradientStream
 from lightning_cpu_offload.offload.memory import HostMemory
 from lightning_cpu_offload.offload.nonfinite import Nonfinite
+from lightning_cpu_offload.offload.partition import Partition
 from lightning_cpu_offload.offload.pipeline import Pipeline
 from lightning_cpu_offload.offload.watch import Watch
 
@@ -28,6 +29,7 @@ class Host:
         early: Steps begin under backward.
         exact_steps: With a pipeline that holds weights back, so many steps are exact before the first one is late.
         state_dtype: What Adam's moments are held in, see `moments`.
+        partition: The ranks that train together by torch's DDP; None: this process alone.
     """
 
     memory: HostMemory
@@ -40,6 +42,7 @@ class Host:
     exact_steps: int
     early: bool = False
     state_dtype: str = "float32"
+    partition: Partition | None = None
 
     def land(self) -> None:
         """Wait until nothing is under way."""

@@ -1,9 +1,10 @@
-"""A step by the kernel: it is launched, and the optimizer's body finds no gradients to step."""
+"""A step by the kernel: it is launched, and the optimizer's body finds no parameters to step."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,10 +40,10 @@ class KernelStep:
         self._host = host
         self._writes = writes
         self._early = early
-        self._hidden: list[tuple[Tensor, Tensor]] = []
+        self._hidden: list[tuple[dict[str, Any], list[Tensor]]] = []
 
     def begin(self, due: list[Master], number: int, norm: Tensor | None, clip: Clip) -> None:
-        """Launch step `number` of what is due, and hide its gradients from the optimizer's body.
+        """Launch step `number` of what is due, and hide the parameters from the optimizer's body.
 
         Args:
             due: Masters of what has a gradient.
@@ -51,7 +52,7 @@ class KernelStep:
             clip: What is to be done to gradients that are on the host.
         """
         opened = self._early.close() if self._early is not None else None
-        self._fused.begin()
+        self._fused.begin(due)
         bad: list[str] = []
         flight = (
             self._flight_from_device(due, norm, bad, opened)
@@ -67,16 +68,19 @@ class KernelStep:
         if first:  # as after any optimizer's first step, its state is there
             self._host.pipeline.await_decision()
             flight.stepped = self._fused.memory()
-        for master in due:
-            assert master.tensor.grad is not None
-            self._hidden.append((master.tensor, master.tensor.grad))
-            master.tensor.grad = None
+        self.hide()
+
+    def hide(self) -> None:
+        """Let the optimizer hold no parameters: to hide each gradient would touch every tensor twice."""
+        for group in self._trained.optimizer.param_groups:
+            self._hidden.append((group, group["params"]))
+            group["params"] = []
 
     def end(self) -> None:
-        """The gradients are there again."""
+        """The optimizer holds its parameters again."""
         while self._hidden:
-            parameter, gradient = self._hidden.pop()
-            parameter.grad = gradient
+            group, parameters = self._hidden.pop()
+            group["params"] = parameters
 
     def _flight_from_device(
         self, due: Sequence[Master], norm: Tensor | None, bad: list[str], opened: Flight | None
@@ -84,6 +88,8 @@ class KernelStep:
         finite = is_finite([master.tensor.grad for master in due]) if norm is None else norm.isfinite()
         not_finite = finite.logical_not().to(self._host.pipeline.engine.device, torch.uint8).view(1)
         checks = not_finite if opened is not None else torch.cat([not_finite, self._writes.hidden()])
+        if self._host.partition is not None:
+            self._host.partition.join(checks)  # else a rank that skips a step would not send its part of it
         flight = opened or Flight([], self._fused.work, on_device=self._fused.step_on_device)
         begun = {(region, chunk.start) for region, chunk in flight.chunks}
         rest = [item for item in self._trained.due_chunks(due) if (item[0], item[1].start) not in begun]

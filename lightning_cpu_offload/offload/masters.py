@@ -16,17 +16,33 @@ what is written into that copy before the next step counts as well.
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_cpu_offload.offload.bits import words
+from lightning_cpu_offload.offload.deferred import DeferredTensor
 from lightning_cpu_offload.offload.mapped import take
+from lightning_cpu_offload.offload.share import Share
 
 _SLICE_NUMEL = 4 << 20
 """Elements compared at a time, so that reading the masters takes next to no memory."""
+
+
+class Standing:
+    """What masters that are stepped together have in common.
+
+    Attributes:
+        ahead: The host was stepped, and the new values are not yet in the compute copies.
+    """
+
+    def __init__(self) -> None:
+        self.ahead = False
 
 
 class Master:
@@ -39,7 +55,8 @@ class Master:
             the master is resident.
         resident: It is on the device.
         view: The compute copy, on the device.
-        ahead: The host was stepped, and its new value is not yet in the compute copy.
+        standing: Shared with those that are stepped together with it.
+        share: What of the value is here, where other ranks own parts; None: all of it.
     """
 
     def __init__(self, name: str, tensor: Tensor) -> None:
@@ -47,20 +64,27 @@ class Master:
         self.tensor = tensor
         self.host = tensor.data.to("cpu")
         self.view = self.host
-        self._address = self.view.data_ptr()
+        self._remember(self.view)
         self.resident = False
-        self.ahead = False
+        self.standing = Standing()
+        self.share: Share | None = None
         self._exported: tuple[Tensor, int] | None = None  # a copy of a resident master that left, and its version then
+        self._deferred: Callable[[], DeferredTensor | None] = lambda: None  # what stands for it in a checkpoint
         self._replacement: tuple[Tensor, Tensor] | None = None  # FP32 data put in the copy's place, and its cast
         self._dtype = tensor.dtype
-        self.settle()
+        self.note()
+
+    @property
+    def ahead(self) -> bool:
+        """Whether the host was stepped, and its new value is not yet in the compute copy."""
+        return self.standing.ahead
 
     def bind(self, view: Tensor) -> None:
         """Make `view` what the module computes with; its values must be those of the master."""
         self.view = view
-        self._address = view.data_ptr()
+        self._remember(view)
         self.tensor.data = view
-        self.settle()
+        self.note()
 
     def on_gradient(self, function: Callable[[Tensor], None]) -> Any:
         """Call `function` with the parameter whenever autograd has accumulated its gradient; returns the handle."""
@@ -70,25 +94,25 @@ class Master:
         self.tensor.requires_grad_(trained)
         return handle
 
-    def settle(self) -> None:
-        """Master and compute copy agree as they are now."""
-        self.ahead = False
-        self.note()
-
     def note(self) -> None:
-        """Only later writes are news."""
+        """Master and compute copy agree as they are now: only later writes are news."""
         self._exported = self._replacement = None
         self._version = self.tensor._version
         self._host_version = self.host._version
 
+    def note_step(self) -> None:
+        """The compute copy's version was raised by one for a step; nobody else has written since `note`."""
+        self._exported = self._replacement = None
+        self._version += 1
+
     def replaced(self) -> bool:
         """Whether the module's data is no longer the compute copy but something put in its place."""
-        data = self.tensor.data
-        return data.data_ptr() != self._address or data.dtype != self.view.dtype or data.shape != self.view.shape
+        tensor = self.tensor
+        return tensor.data_ptr() != self._address or tensor.dtype is not self._view_dtype or tensor.shape != self._shape
 
     def written(self) -> bool:
         """Whether torch saw a write to either side; it does not see writes through `.data`."""
-        return self.host_written() or self.tensor._version != self._version or self.replaced()
+        return self.tensor._version != self._version or self.replaced() or self.host_written()
 
     def host_written(self) -> bool:
         """Whether someone wrote into a tensor that `state_dict` returned: in a plain run, that is the weight."""
@@ -130,12 +154,35 @@ class Master:
     @torch.no_grad()
     def exported(self) -> Tensor:
         """The value as it counts now, on the CPU; a write to it counts as one to the weight, until the next step."""
+        if self.share is not None:
+            return self._exported_share(self.share)
         value = self.current()
         if not self.resident:
             return value
         exported = value.to("cpu", copy=True) if self._exported is None else self._exported[0].copy_(value)
         self._exported = exported, exported._version
         return exported
+
+    def require_exportable(self) -> None:
+        """Raise RuntimeError if other ranks hold parts of the value, and it is not about to be saved by all."""
+        if self.share is not None and not self.share.deferring:
+            self.share.require_here(self.name)
+
+    def _exported_share(self, share: Share) -> Tensor:
+        """A copy, or what is read only when it is saved; RuntimeError if that is not asked for, and it is not here."""
+        self.require_exportable()
+        if not share.deferring:
+            return self.current().clone()
+
+        def read() -> Tensor:
+            share.fetch()
+            return self.current()
+
+        deferred = self._deferred()
+        if deferred is None:  # one for all names of a tied weight in a checkpoint: it is written once
+            deferred = DeferredTensor(self.host.shape, self.host.stride(), read, partial(share.require_here, self.name))
+            self._deferred = weakref.ref(deferred)
+        return deferred
 
     def shows_in(self, data: Tensor) -> bool:
         """Whether `data` holds exactly what the master rounds to, in whatever dtype."""
@@ -160,29 +207,32 @@ class Master:
                 f"{self.name}: its memory was moved during training, as share_memory() does, so steps would no longer "
                 "reach it. Call that before training."
             )
-        value = self.current()
-        if value is not self.host:
-            with torch.no_grad():
-                self.host.copy_(value)
+        with self._made_up():
+            value = self.current()
+            if value is not self.host:
+                with torch.no_grad():
+                    self.host.copy_(value)
 
     def adopt(self) -> None:
         """Make both sides agree: the master takes over what others wrote, or the copy what only the host has."""
         stale = self._host_leads() or self.replaced()
-        self.take_over()
-        if stale:
-            with torch.no_grad():
-                self.view.copy_(self.host)
+        with self._made_up():
+            self.take_over()
+            if stale:
+                with torch.no_grad():
+                    self.view.copy_(self.host)
         self.bind(self.view)
 
     @torch.no_grad()
     def load(self, value: Tensor) -> None:
         """Take over a value on its way into the module; where it is only the master's rounding, the master stays."""
         value = value.detach()
-        if value.dtype == self.view.dtype != self.host.dtype:
-            value = value.to(self.host.device)
-            differs = words(value) != words(self.host.to(value.dtype))
-            value = torch.where(differs, value.to(self.host.dtype), self.host)
-        take(self.host, value)
+        with self._made_up():
+            if value.dtype == self.view.dtype != self.host.dtype:
+                value = value.to(self.host.device)
+                differs = words(value) != words(self.host.to(value.dtype))
+                value = torch.where(differs, value.to(self.host.dtype), self.host)
+            take(self.host, value)
         self._host_version, self._exported = self.host._version, None
 
     def restore(self) -> None:
@@ -190,6 +240,13 @@ class Master:
         self.tensor.grad = None
         self.host = self.host.to("cpu")
         self.tensor.data = self.host if self.host.dtype == self._dtype else self.host.to(self._dtype)
+
+    def _remember(self, view: Tensor) -> None:
+        """What `replaced` compares with: at each step, and the view itself is seldom in the processor's caches."""
+        self._address, self._view_dtype, self._shape = view.data_ptr(), view.dtype, view.shape
+
+    def _made_up(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.share is None else self.share.made_up()
 
     def _data(self) -> Tensor:
         data = self.tensor.data
@@ -256,7 +313,11 @@ class StateDictHooks:
     def _on_save(self, owner: nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: Any) -> None:
         if os.getpid() != self._process:
             return  # a forked child has the compute copies only: it does not inherit the masters' memory
-        self._land()
+        held = [self._masters[tensor] for _, tensor in _own_tensors(owner) if tensor in self._masters]
+        for master in held:
+            master.require_exportable()  # before a wait in which other ranks may have no part
+        if held:
+            self._land()
         for name, tensor in _own_tensors(owner):
             saved = state_dict.get(prefix + name)
             # A module may save something else under the name, and `keep_vars=True` asks for the object itself.

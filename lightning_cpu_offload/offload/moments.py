@@ -6,7 +6,6 @@ class `ReducedTensor`: decoded when read, encoded when written, and decoded one 
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,9 +16,13 @@ from torch.utils._pytree import tree_map
 from typing_extensions import override
 
 from lightning_cpu_offload import kernels
+from lightning_cpu_offload.kernels.float8 import BLOCK
+from lightning_cpu_offload.offload.deferred import DeferredStorage, DeferredTensor, reduce_as
 from lightning_cpu_offload.offload.mapped import give_back, take
 from lightning_cpu_offload.offload.memory import Arena, HostArena
+from lightning_cpu_offload.offload.partition import ELSEWHERE
 from lightning_cpu_offload.offload.region import Region
+from lightning_cpu_offload.offload.spread import Layout
 
 STATE_DTYPES = ("float32", "bfloat16", "float8")
 
@@ -54,24 +57,26 @@ class FloatMoments:
         region: Whose moments.
 
     Attributes:
+        region: As given.
         arenas: What holds them.
     """
 
     def __init__(self, region: Region) -> None:
         self.exp_avg, self.exp_avg_sq = region.arena("moments"), region.arena("moments")
         self.arenas: Sequence[Arena] = (self.exp_avg, self.exp_avg_sq)
-        self._region = region
+        self.region = region
 
     def show(self, index: int) -> tuple[Tensor, Tensor]:
         """Both moments of parameter `index`, in its shape, for the optimizer's state."""
-        return self._region.view(self.exp_avg, index), self._region.view(self.exp_avg_sq, index)
+        return self.region.view(self.exp_avg, index), self.region.view(self.exp_avg_sq, index)
 
-    def put(self, view: Tensor, value: Tensor | None) -> None:
+    def put(self, index: int, view: Tensor, value: Tensor | None) -> None:
         """Give a moment that `show` returned the values of another tensor, or zeros."""
         if value is None:
             view.zero_()
         else:
             take(view, value.decode() if isinstance(value, ReducedTensor) else value)
+        _release(self, index)
 
 
 class ReducedMoments:
@@ -82,33 +87,88 @@ class ReducedMoments:
         region: Whose moments.
 
     Attributes:
+        region: As given.
         arenas: What holds them.
         kernel: What steps them.
     """
 
     def __init__(self, state_dtype: str, region: Region) -> None:
         self.arenas: list[HostArena] = []
-        self._region = region
+        self.region = region
+        self._state_dtype = state_dtype
         self.kernel = kernels.MOMENTS[state_dtype](region.numel, self._allocate)
 
     def show(self, index: int) -> tuple[Tensor, Tensor]:
         """Both moments of parameter `index`, in its shape, for the optimizer's state."""
-        start, stride = self._region.offsets[index], self._region.strides[index]
-        shape = self._region.masters[index].host.shape
+        start, stride = self.region.offsets[index], self.region.strides[index]
+        shape = self.region.masters[index].host.shape
         exp_avg, exp_avg_sq = (ReducedTensor(self.kernel, name, start, shape, stride) for name in NAMES)
         return exp_avg, exp_avg_sq
 
-    def put(self, view: Tensor, value: Tensor | None) -> None:
+    def put(self, index: int, view: Tensor, value: Tensor | None) -> None:
         """Give a moment that `show` returned the values of another tensor, or zeros."""
         assert isinstance(view, ReducedTensor)
         view.encode(value)
+        _release(self, index)
 
     def _allocate(self, size: int, dtype: Any) -> np.ndarray:
-        nbytes = size * np.dtype(dtype).itemsize
-        arena = self._region.arena("moments", -(-nbytes // 4))
+        itemsize = np.dtype(dtype).itemsize
+        shared = size != self.region.numel or (self._state_dtype == "float8" and itemsize > 1)
+        layout = Layout(itemsize, block=BLOCK, planes=2) if shared else Layout(itemsize)
+        arena = self.region.arena("moments", -(-size * itemsize // 4), layout)
         assert isinstance(arena, HostArena)
         self.arenas.append(arena)
         return arena.array.view(dtype)[:size]
+
+
+Moments = FloatMoments | ReducedMoments
+
+
+def saved(moments: Moments, index: int, name: str, deferring: bool) -> dict[str, Tensor]:
+    """Both moments of a parameter of which other ranks hold parts, for a state dict.
+
+    Args:
+        moments: Of its region.
+        index: The parameter in it.
+        name: Its name.
+        deferring: Whether they are to be read when they are saved, and not before; else they are copies.
+
+    Raises:
+        RuntimeError: They are not here, and reading is not deferred.
+    """
+    region, partition = moments.region, moments.region.partition
+    assert partition is not None
+    start, stop = region.offsets[index : index + 2]
+
+    def require() -> None:
+        if not all(arena.whole for arena in _spread(moments.arenas)):
+            raise RuntimeError(f"optimizer state of {name}: {ELSEWHERE}")
+
+    def deferred(view: Tensor, arenas: list[HostArena]) -> Tensor:
+        def read() -> Tensor:
+            partition.fetch(arenas, start, stop)
+            return view.decode() if isinstance(view, ReducedTensor) else view
+
+        return DeferredTensor(view.shape, view.stride(), read, require)
+
+    if not deferring:
+        require()
+    found = {}
+    for number, (key, view) in enumerate(zip(NAMES, moments.show(index), strict=True)):
+        # What the two share, exponents of 8-bit moments, comes behind the arenas of either.
+        shown = deferred(view, _spread([moments.arenas[number], *moments.arenas[2:]]))
+        found[key] = shown if deferring else shown.clone()
+    return found
+
+
+def _spread(arenas: Sequence[Arena]) -> list[HostArena]:
+    return [arena for arena in arenas if isinstance(arena, HostArena)]
+
+
+def _release(moments: Moments, index: int) -> None:
+    region = moments.region
+    for arena in _spread(moments.arenas):
+        arena.release(region.offsets[index], region.offsets[index + 1])
 
 
 class ReducedTensor(Tensor):
@@ -192,9 +252,7 @@ class ReducedTensor(Tensor):
 
     @override
     def untyped_storage(self) -> torch.UntypedStorage:
-        storage = _Encoded(self.nbytes, device="meta")
-        storage.tensor = self
-        return storage
+        return DeferredStorage.of(self.nbytes, self.decode)
 
     @override
     def numpy(self, *, force: bool = False) -> Any:
@@ -213,24 +271,4 @@ class ReducedTensor(Tensor):
         return self.decode()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        storage = torch.storage.TypedStorage(wrap_storage=self.untyped_storage(), dtype=torch.float32, _internal=True)
-        return torch._utils._rebuild_tensor_v2, (storage, 0, tuple(self.shape), self.stride(), False, OrderedDict())
-
-
-class _Encoded(torch.UntypedStorage):
-    """What `torch.save` writes for a `ReducedTensor`: it asks for the bytes when their turn has come, not before."""
-
-    tensor: ReducedTensor
-
-    @override
-    def cpu(self) -> torch.UntypedStorage:
-        return self.tensor.decode().untyped_storage()
-
-    def _write_file(self, *args: Any) -> None:
-        self.cpu()._write_file(*args)
-
-
-# Before torch's own taggers: the file is to say that it holds an ordinary tensor of the CPU.
-torch.serialization.register_package(
-    0, lambda storage: "cpu" if isinstance(storage, _Encoded) else None, lambda storage, location: None
-)
+        return reduce_as(self.untyped_storage(), self.shape, self.stride())

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import groupby, islice
 from typing import Literal
 
 import torch
 from torch import Tensor
+
+from lightning_cpu_offload.offload.region import SMALL
+
+_PACK = 128
+"""Small tensors that are looked at together: a few megabytes at most."""
 
 SKIPS_IN_A_ROW = 8
 """So many skipped steps one after the other are an error: the run has diverged."""
@@ -64,11 +70,26 @@ class Nonfinite:
         warnings.warn(f"{what}; the step is skipped.", stacklevel=2)
 
 
+@torch.no_grad()
 def is_finite(gradients: Sequence[Tensor | None]) -> Tensor:
     """Whether all elements are finite: bool scalar on the device of the gradients; one read of them."""
-    dense = [g.coalesce().values() if g.is_sparse else g for g in gradients if g is not None]
+    dense = (g.coalesce().values() if g.is_sparse else g for g in gradients if g is not None)
     values = [value for value in dense if value.numel()]
     if not values:
         return torch.ones((), dtype=torch.bool)
+    if values[0].device.type == "cpu":
+        # torch's norms read one tensor after the other there, an infinity norm at a tenth of the memory's speed.
+        extremes = [extreme for vector in _vectors(values) for extreme in vector.aminmax()]
+        return torch.stack([extreme.isfinite() for extreme in extremes]).all()
     # The largest magnitude, which cannot overflow as a sum of squares would.
     return torch.nn.utils.get_total_norm(values, norm_type=float("inf")).isfinite()
+
+
+def _vectors(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Tensors with the elements of these: large ones themselves, runs of small ones of one dtype as copies."""
+    for (small, _), run in groupby(tensors, key=lambda tensor: (tensor.numel() < SMALL, tensor.dtype)):
+        if not small:
+            yield from run
+            continue
+        while pack := [tensor if tensor.dim() == 1 else tensor.reshape(-1) for tensor in islice(run, _PACK)]:
+            yield torch.cat(pack)

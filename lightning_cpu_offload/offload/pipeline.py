@@ -4,7 +4,8 @@ A staging buffer (a slot) carries one chunk both ways: its gradient arrives in i
 the updated weight in place, and the weight leaves from it. One step on its way is a flight: it is launched from the
 training thread, which may go on, and has landed when its weights are on the device and its masters at rest.
 
-Chunks of resident regions pass through no slot: they are stepped on the lane by which weights return.
+Chunks of resident regions pass through no slot: they are stepped on the lane by which weights return. Nor do chunks
+that another rank steps: their weights come from there. Every rank has all chunks of a step on its way, in one order.
 
 A flight may begin under the backward that still makes its gradients: chunks are then worked on as their gradients are
 complete, and their weights wait in their slots until that backward, which reads the weights of before, has ended.
@@ -88,25 +89,25 @@ class Pipeline:
         self._pushed = pushed
         self._depth = depth
         self._slots: list[Slot] = []
-        self._resident_slots: list[Slot] = []
+        self._empty_slots: list[Slot] = []
         self._ready = engine.event()
         self._checked = engine.event()
         self._checks = torch.empty(0, dtype=torch.uint8)
         self.reserve(0)
 
-    def reserve(self, num_chunks: int, num_resident: int = 0) -> None:
-        """Have room for steps of so many chunks, and so many of them on the device."""
+    def reserve(self, num_chunks: int, num_elsewhere: int = 0) -> None:
+        """Have room for steps of so many chunks, and so many of them stepped on the device or by other ranks."""
         if num_chunks and num_chunks >= len(self._checks):
             self._checks = self._memory.staging(num_chunks + 1, bool(self._pin) and self.pinned, "checks")
-        missing = (num_chunks if self.hold else self._depth) - len(self._slots)
+        missing = (num_chunks - num_elsewhere if self.hold else self._depth) - len(self._slots)
         if missing > 0:
             buffers, pinned = allocate_ring(self._memory, missing, self._slot_bytes, self._pin)
             self._slots += [Slot(buffer, self.engine.event(), self.engine.event()) for buffer in buffers]
             self.pinned = self.pinned and pinned
             if self._pin and not pinned:
                 self.engine.clear_error()
-        while len(self._resident_slots) < num_resident:
-            self._resident_slots.append(Slot(torch.empty(0), self.engine.event(), self.engine.event()))
+        while len(self._empty_slots) < num_elsewhere:
+            self._empty_slots.append(Slot(torch.empty(0), self.engine.event(), self.engine.event()))
 
     def run(
         self,
@@ -263,6 +264,17 @@ class Pipeline:
         if self.working is not None and self.working.sources:
             self.depart(len(self.working.sources) - 1)
 
+    def rest(self) -> None:
+        """Let the host memory that is stepped come to rest.
+
+        Where ranks step together and weights are held back, these stay: other ranks may not be here to send theirs.
+        """
+        flight = self.working
+        if self.hold and flight is not None and any(region.partition is not None for region, _ in flight.chunks):
+            self._finish_work()
+        else:
+            self.land()
+
     def wait_for_device(self) -> None:
         """Block until the device has done all it was given."""
         # Hazard: the host would read weights that are still being written.
@@ -304,7 +316,7 @@ class Pipeline:
         self.engine.wait("d2h", self._ready)
 
     def _submit(self, flight: Flight, parts: Sequence[Callable[[], None]]) -> None:
-        tasks = [Task(partial(_guard, flight, part)) for part in parts]
+        tasks = [Task(partial(flight.attempt, part)) for part in parts]
         flight.tasks += tasks
         try:
             self.engine.submit(tasks)
@@ -315,12 +327,14 @@ class Pipeline:
     def _give_slots(self, flight: Flight) -> list[int]:
         """A slot for each chunk that has none; returns the chunks whose slots are free now."""
         num_early = len(flight.slots)
-        resident, ring = iter(self._resident_slots), cycle([*self._slots[num_early:], *self._slots[:num_early]])
+        empty, ring = iter(self._empty_slots), cycle([*self._slots[num_early:], *self._slots[:num_early]])
         owners = {id(slot): index for index, slot in enumerate(flight.slots)}
         free = []
-        for index, (region, _) in enumerate(flight.chunks[num_early:], num_early):
-            if region.resident:
-                flight.slots.append(next(resident))
+        for index, (region, chunk) in enumerate(flight.chunks[num_early:], num_early):
+            if not region.takes_slot(chunk):
+                flight.slots.append(next(empty))
+                if not region.resident:
+                    free.append(index)
                 continue
             slot = next(ring)
             if id(slot) in owners:
@@ -339,6 +353,9 @@ class Pipeline:
 
     def _fetch(self, flight: Flight, index: int) -> None:
         slot, (region, chunk) = flight.slots[index], flight.chunks[index]
+        if not region.is_owned(chunk):
+            self.engine.record(slot.fetched, "d2h")  # by which `depart` knows of all before it
+            return
         if slot.busy:
             # Hazard: the gradient would overwrite a staged weight that has not left yet.
             self.engine.wait("d2h", slot.pushed)
@@ -366,7 +383,10 @@ class Pipeline:
         if flight.chunks[index][0].resident:
             self._step_on_device(flight, index)
             return
-        self._work(flight, index)
+        if flight.chunks[index][0].is_owned(flight.chunks[index][1]):
+            self._work(flight, index)
+        else:
+            flight.ranges.append([])
         if flight.sources:
             flight.sources[index] = []  # has left: its memory is free
         if not self.hold:
@@ -408,6 +428,10 @@ class Pipeline:
             staged = region.staged(slot.buffer, chunk)
             self.engine.copy("h2d", region.weights[start:stop], staged[start - chunk.start : stop - chunk.start])
             flight.report.h2d_bytes += (stop - start) * region.weights.element_size()
+        if region.partition is not None:
+            weights = region.weights[chunk.start : chunk.stop]
+            send = partial(region.partition.broadcast, weights, region.owner(chunk))
+            self.engine.launch("h2d", send, reads=[weights], writes=[weights])
         self.engine.mark("h2d", None)
         if self._pushed is not None:
             self._pushed(region, chunk)
@@ -418,13 +442,3 @@ class Pipeline:
         with torch._C.DisableTorchFunction():  # the gate would wait for what leaves only now
             for index in range(len(flight.ranges)):
                 self._push(flight, index)
-
-
-def _guard(flight: Flight, part: Callable[[], None]) -> None:
-    """A part of a flight on the host thread: after a failure nothing more is done, and the training thread hears."""
-    if flight.grounded:
-        return
-    try:
-        part()
-    except BaseException as error:
-        flight.grounded, flight.error = True, error

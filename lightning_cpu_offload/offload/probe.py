@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from lightning_cpu_offload import kernels
-from lightning_cpu_offload.offload.fused import UNFUSED, is_fused
+from lightning_cpu_offload.offload.adam import UNFUSED, is_fused
 
 _DEVICE_WORDS = re.compile(r"cuda|gpu|xpu|hip|device|triton", re.IGNORECASE)
 

@@ -8,9 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_cpu_offload.offload.masters import Master
-from lightning_cpu_offload.offload.memory import Arena, HostMemory, own_storage
+from lightning_cpu_offload.offload.masters import Master, Standing
+from lightning_cpu_offload.offload.memory import Arena, HostArena, HostMemory, end_to_end, own_storage
+from lightning_cpu_offload.offload.partition import Partition
 from lightning_cpu_offload.offload.plan import Chunk, Piece, cut, offsets
+from lightning_cpu_offload.offload.share import Share
+from lightning_cpu_offload.offload.spread import FLOATS, Layout
 
 SMALL = 1 << 14
 """Elements below which gradients are copied together: more calls than bytes."""
@@ -26,11 +29,10 @@ class Source:
 
     def copy_to(self, target: Tensor) -> None:
         """Lay them end to end in `target`, a vector on their device."""
-        vectors = [tensor.detach().view(-1) for tensor in self.tensors]
-        if len(vectors) == 1:
-            target.copy_(vectors[0])
+        if len(self.tensors) == 1:
+            target.copy_(self.tensors[0].detach().view(-1))
         else:
-            torch.cat(vectors, out=target)
+            end_to_end(self.tensors, target)
 
 
 class Region:
@@ -43,9 +45,13 @@ class Region:
         memory: Where host memory comes from.
         slot_bytes: What one chunk may occupy on the device.
         resident: Keep the masters, and all that belongs to them, on the device, where they are stepped.
+        partition: The ranks among which the chunks are dealt out; None: this one has them all.
 
     Attributes:
         resident: Whether they are there.
+        standing: Of all masters in it.
+        partition: As given.
+        spread: Which rank owns which elements; None: this one all.
         master: FP32 values, one arena.
         weights: Compute copies, one device vector; each parameter's data is a view of it.
         gradients: FP32 gradients of the masters, once `allocate_gradients` was called.
@@ -61,15 +67,23 @@ class Region:
         memory: HostMemory,
         slot_bytes: int,
         resident: bool = False,
+        partition: Partition | None = None,
     ) -> None:
         numels = [master.host.numel() for master in masters]
         self.masters = list(masters)
         self.offsets = offsets(numels)
         self.strides = [_dense_stride(master.host) for master in masters]
+        self._is_small = [
+            master.host.numel() < SMALL and stride == torch.empty(master.host.shape, device="meta").stride()
+            for master, stride in zip(self.masters, self.strides, strict=True)
+        ]
         self.numel = self.offsets[-1]
         self.chunk_numel = max(1, slot_bytes // dtype.itemsize)
         self.chunks = cut(numels, self.chunk_numel)
         self.resident = resident
+        self.standing = Standing()
+        self.partition = partition
+        self.spread = None if partition is None else partition.deal(self.chunks)
         self._memory = memory
         self._device = device
         self.master = self.arena("masters")
@@ -83,12 +97,15 @@ class Region:
         if self.gradients is None:
             self.gradients = self.arena("gradients")
 
-    def arena(self, name: str, numel: int | None = None) -> Arena:
+    def arena(self, name: str, numel: int | None = None, layout: Layout = FLOATS) -> Arena:
         """FP32 zeros, one for each parameter if not told otherwise, where the masters are; counted if on the host."""
         count = self.numel if numel is None else numel
         if self.resident:
             return self._memory.device_arena(count, self._device)
-        return self._memory.arena(name, count)
+        arena = self._memory.arena(name, count, self.spread, layout)
+        if self.partition is not None:
+            self.partition.register(arena)
+        return arena
 
     def view(self, arena: Arena, index: int) -> Tensor:
         """Parameter `index`'s part of an arena, in the parameter's shape."""
@@ -106,14 +123,13 @@ class Region:
     def sources(self, chunk: Chunk) -> list[Source]:
         """The dense gradients of a chunk, laid out like their parameters; small neighbours together."""
         found: list[Source] = []
-        open_until = -1  # where a small gradient may join the last source
+        dtype, open_until = self.weights.dtype, -1  # where a small gradient may join the last source
         for piece in chunk.pieces:
-            gradient = self.masters[piece.index].tensor.grad
-            if gradient is None or gradient.layout != torch.strided:
+            gradient = self._laid_out(piece.index)
+            if gradient is None:
                 continue
             size = piece.stop - piece.start
-            small = size == gradient.numel() < SMALL and gradient.is_contiguous()
-            small = small and gradient.dtype == self.weights.dtype
+            small = self._is_small[piece.index] and size == gradient.numel() and gradient.dtype is dtype
             if not small:
                 flat = gradient.detach().as_strided((gradient.numel(),), (1,))
                 found.append(Source(piece.start, piece.stop, [flat[piece.offset : piece.offset + size]]))
@@ -125,21 +141,21 @@ class Region:
             open_until = piece.stop if small else -1
         return found
 
+    def owner(self, chunk: Chunk) -> int:
+        """The rank that steps a chunk."""
+        return 0 if self.spread is None else self.spread.parts[self.number(chunk)][2]
+
+    def is_owned(self, chunk: Chunk) -> bool:
+        """Whether this rank steps a chunk."""
+        return self.spread is None or self.owner(chunk) == self.spread.rank
+
+    def takes_slot(self, chunk: Chunk) -> bool:
+        """Whether the host of this rank steps a chunk, so that it passes through a staging buffer."""
+        return not self.resident and self.is_owned(chunk)
+
     def number(self, chunk: Chunk) -> int:
         """Which of its chunks a chunk is."""
         return chunk.start // self.chunk_numel
-
-    def lay_out_gradients(self) -> None:
-        """Give gradients the layout of their parameters; autograd nearly always has done so."""
-        for master, stride in zip(self.masters, self.strides, strict=True):
-            tensor, gradient = master.tensor, master.tensor.grad
-            if gradient is None or gradient.layout != torch.strided:
-                continue  # sparse: the optimizer takes it as it is, or refuses it
-            dtype = _gradient_dtype(tensor, gradient)
-            if not _same_layout(gradient, stride) or gradient.dtype != dtype:
-                laid_out = torch.empty_strided(gradient.shape, stride, dtype=dtype, device=gradient.device)
-                tensor.grad = None
-                tensor.grad = laid_out.copy_(gradient)
 
     def inherit_on_fork(self) -> None:
         """Make the host memory ordinary for children of this process, once training is over."""
@@ -147,13 +163,32 @@ class Region:
             if arena is not None:
                 arena.inherit_on_fork()
 
+    def _laid_out(self, index: int) -> Tensor | None:
+        """The dense gradient of parameter `index` in the parameter's layout; autograd nearly always has made it so."""
+        tensor, stride = self.masters[index].tensor, self.strides[index]
+        gradient = tensor.grad
+        if gradient is None or gradient.layout is not torch.strided:
+            return None  # sparse: the optimizer takes it as it is, or refuses it
+        if gradient.stride() == stride and gradient.dtype is self.weights.dtype:
+            return gradient
+        dtype = _gradient_dtype(tensor, gradient)
+        if gradient.dtype != dtype or not _same_layout(gradient, stride):
+            laid_out = torch.empty_strided(gradient.shape, stride, dtype=dtype, device=gradient.device)
+            tensor.grad = None
+            tensor.grad = gradient = laid_out.copy_(gradient)
+        return gradient
+
     def _take_over(self, index: int) -> None:
         master = self.masters[index]
         host = self.view(self.master, index)
         host.copy_(master.host)
-        master.host, master.resident = host, self.resident
+        master.host, master.resident, master.standing = host, self.resident, self.standing
         view = own_storage(self.weights, self.offsets[index], host.shape, self.strides[index])
         view.copy_(host)
+        if self.partition is not None and isinstance(self.master, HostArena):
+            place = self.offsets[index], self.offsets[index + 1]
+            master.share = Share(self.master, self.partition, self.weights, place)
+            master.share.release()
         gradient = master.tensor.grad
         master.tensor.grad = None
         master.bind(view)

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from lightning_cpu_offload.offload.fused import is_fused
+from lightning_cpu_offload.offload.adam import is_fused
 
 MASTER_BYTES, MOMENTS_BYTES = 4, 8
 

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
+from lightning_cpu_offload.offload.accumulators import Decoy
 from lightning_cpu_offload.offload.masters import Master
 from lightning_cpu_offload.offload.region import Region
 from lightning_cpu_offload.offload.watch import Watch
@@ -14,7 +15,7 @@ from lightning_cpu_offload.offload.watch import Watch
 
 @contextmanager
 def shown(
-    masters: Iterable[Master], for_writing: bool, hit: frozenset[Master] = frozenset()
+    masters: Iterable[Master], for_writing: bool, hit: frozenset[Master] = frozenset(), reduced: bool = False
 ) -> Generator[None, None, None]:
     """Meanwhile each tensor is its master: FP32, on the host, with what others wrote into it since the last step.
 
@@ -22,9 +23,11 @@ def shown(
         masters: Between two steps: none is ahead of its compute copy.
         for_writing: Whether the values may change; then the compute copies follow them.
         hit: Those that were written to without a trace, as `hit_without_trace` finds them.
+        reduced: Whether torch's DDP reduces their gradients, which hangs on their accumulators.
     """
     masters = list(masters)
     copies = []
+    decoys = [Decoy(master.tensor) for master in masters] if reduced else []
     for master in masters:
         if for_writing:
             master.adopt()
@@ -39,6 +42,8 @@ def shown(
                 _take_over(master)
             else:
                 master.tensor.data = copy
+        for decoy in decoys:
+            decoy.remove()
 
 
 def hit_without_trace(regions: Iterable[Region], watch: Watch) -> frozenset[Master]:

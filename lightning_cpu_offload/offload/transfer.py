@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_cpu_offload.offload.memory import end_to_end
 from lightning_cpu_offload.offload.worker import Task, Worker
 
 Lane = Literal["compute", "d2h", "h2d"]
@@ -44,11 +45,13 @@ class Engine(Protocol):
     Attributes:
         device: Where the module computes.
         overlaps: Whether it pays to let the training thread go on while host work runs.
+        awaited: Whether a thread waits for host work.
         marks: Where `mark` writes; None: nobody records.
     """
 
     device: torch.device
     overlaps: bool
+    awaited: bool = False
     marks: list[Mark] | None = None
 
     def event(self) -> Any:
@@ -89,6 +92,10 @@ class Engine(Protocol):
     def shutdown(self) -> None:
         """End the host thread, after the work it has."""
 
+    def training_goes_on(self) -> bool:
+        """Whether the training thread has work of its own while host work runs."""
+        return self.overlaps and not self.awaited
+
     def record_marks(self) -> list[Mark]:
         """Begin to record; it ends where `marks` becomes None again."""
         self.marks = []
@@ -117,7 +124,11 @@ class HostThread(Engine):
 
     @override
     def finish(self, task: Task) -> None:
-        task.wait()
+        self.awaited = True
+        try:
+            task.wait()
+        finally:
+            self.awaited = False
 
     @override
     def clear_error(self) -> None:
@@ -159,7 +170,7 @@ class InlineEngine(HostThread):
 
     @override
     def gather(self, lane: Lane, dst: Tensor, sources: Sequence[Tensor]) -> None:
-        dst.copy_(_end_to_end(sources))
+        end_to_end(sources, dst)
 
     @override
     def launch(
