@@ -1,9 +1,10 @@
 """Train the 458M model on a GPU in every way there is, each in a process of its own, and compare time and memory.
 
-    python benchmarks/gpu.py [--accumulate 1 16] [--ways NAME ...] [--seconds N] [--save FOLDER]
+    python benchmarks/gpu.py [--accumulate 1 16] [--ways NAME ...] [--seconds N] [--budget N] [--save FOLDER]
 
-Needs torch, Lightning and numba, no network and no data: the tokens are random. A way that does not run says why. The
-limits beside the times: what a copy each way over the bus, and the host kernel, move per second when nothing else runs.
+Needs torch, Lightning and numba, no network and no data: the tokens are random. A way that does not run says why, also
+where the time for all of them is spent; what is asked most often comes first. The limits beside the times: what a copy
+each way over the bus, and the host kernel, move per second when nothing else runs.
 """
 
 from __future__ import annotations
@@ -28,13 +29,20 @@ SIZE = {"num_layers": 24, "d_model": 1152, "num_heads": 16, "vocab_size": 32000,
 SMALL = {"num_layers": 2, "d_model": 64, "num_heads": 2, "vocab_size": 256, "context_length": 64, "tied": False}
 WARM_UP, NOT_COUNTED = 2, 1
 
+DELAYED: dict[str, Any] = {"update": "delayed", "exact_steps": 0}
+
 WAYS: dict[str, dict[str, Any] | None] = {
     "AdamW on the device, FP32": None,
     "cpu_offload": {},
-    "cpu_offload, no clipping": {},
     "cpu_offload, gradients on the host": {"gradients": "host"},
-    "cpu_offload, delayed": {"update": "delayed", "exact_steps": 0},
+    "cpu_offload, delayed": DELAYED,
+    "cpu_offload, a quarter on the device": {"device_fraction": 0.25},
+    "cpu_offload, 8-bit moments": {"state_dtype": "float8"},
     "DeepSpeed ZeRO-Offload": None,
+    "cpu_offload, no clipping": {},
+    "cpu_offload, BF16 moments": {"state_dtype": "bfloat16"},
+    "cpu_offload, gradients on the host, 8-bit moments": {"gradients": "host", "state_dtype": "float8"},
+    "cpu_offload, delayed, 8-bit moments": {**DELAYED, "state_dtype": "float8"},
 }
 """Options of the strategy; None: not this package's."""
 
@@ -121,14 +129,16 @@ def host_peak() -> int | None:
     return int(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) * 1024
 
 
-def run(way: str, arguments: argparse.Namespace, accumulate: int) -> dict[str, Any]:
-    """Train in a process of its own: memory of one way is not that of another."""
+def run(way: str, arguments: argparse.Namespace, accumulate: int, seconds: float) -> dict[str, Any]:
+    """Train in a process of its own, for so many seconds at most: memory of one way is not that of another."""
+    if seconds <= 0:
+        return {"error": f"not run: {arguments.budget} s for all ways are over"}
     command = [sys.executable, __file__, "--one", way, "--accumulate", str(accumulate), "--steps", str(arguments.steps)]
     command += ["--small"] if arguments.small else []
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=arguments.seconds, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
     except subprocess.TimeoutExpired:
-        return {"error": f"took more than {arguments.seconds} s"}
+        return {"error": f"took more than {seconds:.0f} s"}
     lines = [line for line in done.stdout.splitlines() if line.startswith('{"parameters"')]
     if done.returncode or not lines:
         return {"error": (done.stderr.strip().splitlines() or ["no result"])[-1][:200]}
@@ -168,6 +178,7 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS))
     parser.add_argument("--steps", type=int, default=4, help="optimizer steps of each way")
     parser.add_argument("--seconds", type=int, default=60, help="limit for each way")
+    parser.add_argument("--budget", type=int, default=300, help="seconds for all ways together")
     parser.add_argument("--small", action="store_true", help="a tiny model, to see whether it runs")
     parser.add_argument("--save", type=Path, help="folder for the results as JSON and Markdown")
     parser.add_argument("--one", help=argparse.SUPPRESS)
@@ -175,10 +186,11 @@ def main() -> None:
     if arguments.one:
         print(json.dumps(train(arguments.one, arguments.accumulate[0], arguments.steps, arguments.small)))
         return
-    results = {}
-    for accumulate in arguments.accumulate:
-        for way in arguments.ways:
-            results[f"{way} x{accumulate}"] = run(way, arguments, accumulate)
+    results, deadline = {}, time.monotonic() + arguments.budget
+    for way in arguments.ways:
+        for accumulate in arguments.accumulate:
+            seconds = min(arguments.seconds, deadline - time.monotonic())
+            results[f"{way} x{accumulate}"] = run(way, arguments, accumulate, seconds)
             print(f"{way} x{accumulate}: {results[f'{way} x{accumulate}']}", flush=True)
     limits, machine = bandwidths(), describe_machine()
     device = torch.accelerator.current_accelerator()

@@ -3,7 +3,8 @@
     python benchmarks/host_gradients.py [--params N] [--accumulate 1 2 16] [--rounds N] [--threads N]
 
 The two ways take turns on the same memory, and the ratio is that of each round. Both are the package's own: the second
-is what it does where something else reads gradients, or where a sum has several.
+is what it does where something else reads gradients, or where a sum has several. With more than one batch, "kept" is
+the wrong guess, as in the first of such windows: what was kept is widened when the second gradient comes.
 """
 
 from __future__ import annotations

@@ -215,6 +215,12 @@ class DeferredEngine(Engine):
             self._run_task()
         self.synchronize()
 
+    @_unseen
+    def saw_end_of(self, task: Task) -> None:
+        """The training thread has seen what a task, if it has run, left behind: what it does next comes after that."""
+        if self.order is not None and task in self._ends:
+            self.order.join(self._agent, self._ends[task])
+
     def run_compute(self) -> None:
         """Run the compute lane to its end, and of the other lanes only what it was made to wait for."""
         if self._tails["compute"] is not None:
@@ -374,7 +380,7 @@ class DeferredEngine(Engine):
             return
         self._busy = True
         try:
-            with _thread_of_its_own():
+            with _thread_of_its_own(), torch._C._DisableTorchDispatch():
                 yield
         finally:
             self._busy = False
@@ -416,8 +422,8 @@ def _may_be_view(func: Any) -> bool:
 
 def _share_storage(result: Any, args: Any) -> bool:
     """Whether a result is a view in fact: `to` and `reshape` may have copied."""
-    places = {tensor.untyped_storage().data_ptr() for tensor in _tensors(args)}
-    return all(tensor.untyped_storage().data_ptr() in places for tensor in _tensors(result))
+    operands = list(_tensors(args))
+    return all(any(torch._C._is_alias_of(tensor, operand) for operand in operands) for tensor in _tensors(result))
 
 
 def _operands(func: Any, args: Any, kwargs: Any) -> tuple[list[Tensor], list[Tensor]]:
@@ -426,7 +432,8 @@ def _operands(func: Any, args: Any, kwargs: Any) -> tuple[list[Tensor], list[Ten
     reads: list[Tensor] = []
     writes: list[Tensor] = []
     for value, is_written in [*zip(args, by_place, strict=False), *((v, by_name[k]) for k, v in kwargs.items())]:
-        (writes if is_written else reads).extend(_tensors(value))
+        if isinstance(value, (Tensor, list, tuple)):
+            (writes if is_written else reads).extend(_tensors(value))
     return reads, writes
 
 

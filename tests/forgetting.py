@@ -76,7 +76,7 @@ class Scenario:
 
     def notices(self, site: Site | None, passed: set[Site] | None = None) -> str:
         """How the training shows that the wait at `site` is left out; empty if it does not."""
-        engine = simulated(self.schedule, ordered=self.schedule == "lazy")
+        engine = simulated(self.schedule, ordered=self.schedule != "eager")
         with without(site, engine, passed):
             try:
                 ours = self.train(self.program, engine)

@@ -121,7 +121,8 @@ class Order:
     def allocated(self, span: Span) -> None:
         """The bytes are new: what was there is gone, and came before."""
         for page in _pages(span):
-            self._accesses[page] = [access for access in self._accesses[page] if not overlap(access.span, span)]
+            if accesses := self._accesses.get(page):
+                self._accesses[page] = [access for access in accesses if not overlap(access.span, span)]
         self._device.drop(span)
         self._host.drop(span)
 
@@ -168,11 +169,17 @@ class Places:
     def drop(self, span: Span) -> None:
         """Forget all ranges that overlap."""
         for page in _pages(span):
-            self._spans[page] = {other for other in self._spans[page] if not overlap(other, span)}
+            if spans := self._spans.get(page):
+                self._spans[page] = {other for other in spans if not overlap(other, span)}
 
     def __contains__(self, span: Span) -> bool:
         """Whether some range overlaps."""
-        return any(overlap(other, span) for page in _pages(span) for other in self._spans.get(page, ()))
+        begin, end = span
+        for page in _pages(span):
+            for first, last in self._spans.get(page, ()):
+                if first < end and begin < last:
+                    return True
+        return False
 
 
 def span_of(tensor: Tensor) -> Span:

@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import astuple, dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 from unittest import mock
 
@@ -22,6 +22,7 @@ from lightning_cpu_offload import CPUOffloadPrecision, CPUOffloadStrategy, kerne
 from lightning_cpu_offload.offload import attach, gate, sums
 from lightning_cpu_offload.offload.attach import Attachment
 from lightning_cpu_offload.offload.bits import words
+from lightning_cpu_offload.offload.flight import Flight
 from lightning_cpu_offload.offload.settings import Settings
 from lightning_cpu_offload.offload.transfer import Engine, InlineEngine
 from tests.engines import DeferredEngine, Schedule
@@ -118,6 +119,8 @@ def on_engine(engine: Engine, *, kernel: bool = False, slot_bytes: int = SLOT_BY
             gate, "_something_is_compiled", return_value=False
         ),  # another test may have compiled something
     ]
+    if isinstance(engine, DeferredEngine):
+        patches.append(mock.patch.object(gate, "_Places", partial(_look, gate._Places, engine)))
     if not kernel:
         patches.append(mock.patch.object(kernels, "available", return_value=False))
     number = torch._C._len_torch_function_stack()
@@ -127,6 +130,16 @@ def on_engine(engine: Engine, *, kernel: bool = False, slot_bytes: int = SLOT_BY
     finally:
         while torch._C._len_torch_function_stack() > number:  # a gate that a broken step left closed
             torch.overrides._pop_mode()
+
+
+def _look(places: Any, engine: DeferredEngine, arriving: Flight | None, working: Flight | None) -> Any:
+    """The gate looks at what is under way. A gradient that the host has let go of has left: that is an order, too."""
+    found = places(arriving, working)
+    if working is not None:
+        for sources, task in zip(working.sources, working.tasks[1:], strict=False):
+            if not sources:
+                engine.saw_end_of(task)
+    return found
 
 
 @contextmanager

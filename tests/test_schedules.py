@@ -1,7 +1,8 @@
 """Whole small trainings on an engine that delays transfers and host work: the numbers of the inline engine, always.
 
 A schedule is lazy, eager, or random from a seed. Not one of the bits may depend on it, no copy may find its source
-changed, and on the lazy one every two accesses to the same bytes must be ordered by a launch, an event or a task.
+changed. On the lazy one and on one in three of the random ones every two accesses to the same bytes must be ordered by
+a launch, an event or a task.
 """
 
 from __future__ import annotations
@@ -22,12 +23,21 @@ FAST = 6
 FAST_SEEDS = range(5)
 SEEDS = range(5, 34)
 FIT_SEEDS = range(9)
+ORDERED_EVERY = 3
+"""One in so many random schedules has its accesses looked at, which makes it take three times as long."""
+
+
+def is_ordered(schedule: Schedule) -> bool:
+    """Whether the order of accesses is looked at, where many schedules are run."""
+    return isinstance(schedule, int) and schedule % ORDERED_EVERY == 0
 
 
 def test_there_are_at_least_2000_random_schedules() -> None:
     num_fits = len(FITS) * len(FIT_SEEDS)
     assert num_fits >= 200
     assert FAST * len(FAST_SEEDS) + len(PROGRAMS) * len(SEEDS) + num_fits >= 2000
+    num_ordered_fits = len(FITS) * sum(map(is_ordered, FIT_SEEDS))
+    assert len(PROGRAMS) * sum(map(is_ordered, SEEDS)) + num_ordered_fits >= 700
 
 
 def test_the_programs_meet_every_choice() -> None:
@@ -54,14 +64,14 @@ def check(train: Train, program: Program, schedule: Schedule, *, ordered: bool =
 def test_no_bit_depends_on_the_schedule(program: Program) -> None:
     schedules: list[Schedule] = ["lazy", "eager", *FAST_SEEDS]
     for schedule in schedules:
-        check(run, program, schedule)
+        check(run, program, schedule, ordered=is_ordered(schedule))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("program", PROGRAMS, ids=str)
 def test_no_bit_depends_on_many_random_schedules(program: Program) -> None:
     for seed in SEEDS:
-        check(run, program, seed)
+        check(run, program, seed, ordered=is_ordered(seed))
 
 
 @pytest.mark.parametrize(
@@ -83,7 +93,7 @@ def test_a_fit_in_order_changes_no_bit(program: Program) -> None:
 @pytest.mark.parametrize("program", FITS, ids=str)
 def test_no_bit_of_a_fit_depends_on_the_schedule(program: Program) -> None:
     for seed in FIT_SEEDS:
-        check(fit, program, seed)
+        check(fit, program, seed, ordered=is_ordered(seed))
 
 
 @pytest.mark.skipif(not kernels.available(), reason="numba is not there")

@@ -16,6 +16,7 @@ from torch import Tensor
 from lightning_cpu_offload.offload.flight import Flight
 from lightning_cpu_offload.offload.pipeline import RING_DEPTH, Pipeline
 from lightning_cpu_offload.offload.transfer import Engine
+from tests.engines import Schedule
 from tests.forgetting import Scenario, Site, all_sites, passing
 from tests.programs import Program, fit, run
 from tests.test_pipeline import Program as Transfers
@@ -131,10 +132,11 @@ BUGS = {
 }
 
 
+@pytest.mark.parametrize("schedule", ["lazy", 0])
 @pytest.mark.parametrize("bug", BUGS)
-def test_a_planted_bug_is_noticed(bug: str) -> None:
+def test_a_planted_bug_is_noticed(bug: str, schedule: Schedule) -> None:
     site = site_of(BUGS[bug])
-    noticed = [Scenario(run, program, "lazy").notices(site) for program in (EXACT, DELAYED)]
+    noticed = [Scenario(run, program, schedule).notices(site) for program in (EXACT, DELAYED)]
     print(bug, noticed)
     assert any(noticed)
 

@@ -42,6 +42,7 @@ class Wide(pl.LightningModule):
         return torch.optim.AdamW(self.parameters())
 
 
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="asks the device itself")
 def test_device_work_lies_between_the_hosts_moments_around_it() -> None:
     engine = AcceleratorEngine(DEVICE)
     matrix = torch.ones(4096, 4096, device=DEVICE)
@@ -60,7 +61,16 @@ def test_device_work_lies_between_the_hosts_moments_around_it() -> None:
     engine.shutdown()
 
 
-@pytest.mark.parametrize("options", [{}, {"update": "delayed", "exact_steps": 0}, {"gradients": "host"}], ids=str)
+OPTIONS: list[dict[str, object]] = [
+    {},
+    {"update": "delayed", "exact_steps": 0},
+    {"gradients": "host"},
+    {"device_fraction": 0.5},
+    {"state_dtype": "float8"},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_each_chunk_goes_out_is_stepped_and_comes_back(options: dict[str, object], tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     monitor = OffloadMonitor(timeline_every_n_steps=2, trace_path=path, summary=False)
