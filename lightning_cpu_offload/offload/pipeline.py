@@ -353,14 +353,19 @@ class Pipeline:
 
     def _fetch(self, flight: Flight, index: int) -> None:
         slot, (region, chunk) = flight.slots[index], flight.chunks[index]
-        if not region.is_owned(chunk):
-            self.engine.record(slot.fetched, "d2h")  # by which `depart` knows of all before it
-            return
-        if slot.busy:
-            # Hazard: the gradient would overwrite a staged weight that has not left yet.
-            self.engine.wait("d2h", slot.pushed)
-        staged = region.staged(slot.buffer, chunk)
-        self.engine.mark("d2h", index)
+        if region.is_owned(chunk):
+            if slot.busy:
+                # Hazard: the gradient would overwrite a staged weight that has not left yet.
+                self.engine.wait("d2h", slot.pushed)
+            self.engine.mark("d2h", index)
+            self._copy_gradient(flight, index)
+            self.engine.mark("d2h", None)
+        # Also where another rank steps: by it `depart` knows of all chunks before.
+        self.engine.record(slot.fetched, "d2h")
+
+    def _copy_gradient(self, flight: Flight, index: int) -> None:
+        region, chunk = flight.chunks[index]
+        staged = region.staged(flight.slots[index].buffer, chunk)
         for source in flight.sources[index]:
             target = staged[source.start - chunk.start : source.stop - chunk.start]
             if len(source.tensors) == 1:
@@ -368,8 +373,6 @@ class Pipeline:
             else:
                 self.engine.gather("d2h", target, source.tensors)
             flight.report.d2h_bytes += target.nbytes
-        self.engine.mark("d2h", None)
-        self.engine.record(slot.fetched, "d2h")
 
     def _decide(self, flight: Flight) -> None:
         if flight.decide is not None:
