@@ -71,10 +71,10 @@ class KernelStep:
         self.hide()
 
     def hide(self) -> None:
-        """Let the optimizer hold no parameters: to hide each gradient would touch every tensor twice."""
-        for group in self._trained.optimizer.param_groups:
+        """Let the optimizer hold nothing that the kernel steps: to hide each gradient would touch it twice."""
+        for group, rest in zip(self._trained.optimizer.param_groups, self._trained.outside(), strict=True):
             self._hidden.append((group, group["params"]))
-            group["params"] = []
+            group["params"] = rest
 
     def end(self) -> None:
         """The optimizer holds its parameters again."""

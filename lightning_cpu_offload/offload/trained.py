@@ -80,6 +80,13 @@ class Trained:
             self._sort()
         return added
 
+    def outside(self) -> list[list[Tensor]]:
+        """Of each group, what has no master: the module's FP64 parameters, and those that came during training."""
+        rest: list[list[Tensor]] = [[] for _ in self.optimizer.param_groups]
+        for parameter in self._outside:
+            rest[self.group_of[parameter]].append(parameter)
+        return rest
+
     def frozen(self) -> list[Master]:
         """Masters of what the optimizer holds but does not step, where the compute copy is of another dtype."""
         rest = [parameter for parameter in self.parameters() if parameter not in self.masters]
