@@ -223,7 +223,8 @@ class DDPHooks(SharedHooks, Base):
         self._alone = False
         if self._group is None:
             self._group = dist.new_group(timeout=self._timeout, backend=self._process_group_backend)
-        self._partition = Partition(self.root_device, self._group)
+        if fitting or self._partition is None:  # else optimizers of the last fit are still saved by the one they had
+            self._partition = Partition(self.root_device, self._group)
         if fitting and self._layer_sync is not None:
             self.model = module = self._layer_sync.apply(module)
         self._partition.copy_first(itertools.chain(module.parameters(), module.buffers()))

@@ -249,6 +249,10 @@ def happenings(folder: Path, ranks: int, given: None) -> dict[str, Any]:
     runner = trainer(PLAIN, strategy(PLAIN, {}), ranks, limit_val_batches=2)
     runner.fit(validates, data, data)
     found["validated"] = {name: float(value) for name, value in runner.callback_metrics.items()}
+
+    runner.save_checkpoint(folder / "fitted.ckpt")
+    runner.validate(validates, data, verbose=False)
+    found["saved after validate"] = attempt(lambda: runner.save_checkpoint(folder / "validated.ckpt"))
     return found
 
 

@@ -119,6 +119,17 @@ def test_validation_reduces_what_is_logged(ranks: list[Any]) -> None:
 
 
 @pytest.mark.slow
+def test_validating_after_fit_leaves_all_that_can_be_saved(folder: Path, ranks: list[Any]) -> None:
+    assert [rank["saved after validate"] for rank in ranks] == ["", ""]
+    fitted, validated = (torch.load(folder / f"{name}.ckpt", weights_only=True) for name in ("fitted", "validated"))
+    assert_same_weights(validated["state_dict"], fitted["state_dict"])
+    (optimizer,), (before,) = validated["optimizer_states"], fitted["optimizer_states"]
+    assert len(before["state"]) > 0
+    for index, state in before["state"].items():
+        assert_same_weights(optimizer["state"][index], state)
+
+
+@pytest.mark.slow
 def test_a_rank_that_dies_ends_the_others(tmp_path: Path) -> None:
     began = time.monotonic()
     launch(tmp_path, "dies", check=False, timeout=150)
