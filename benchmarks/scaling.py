@@ -11,12 +11,10 @@ that of one device with AdamW on it, which for a model whose optimizer does not 
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-from step_time import MODELS, gpt_units
+from step_time import MODELS, add_machine, gpt_units, rates_of, write
 
 from lightning_cpu_offload.estimate.ranks import Network, partitioned_time
 from lightning_cpu_offload.estimate.schedule import Staging
@@ -53,20 +51,14 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--network", type=float, default=10.0, help="GB/s of each rank, each way")
     parser.add_argument("--latency-us", type=float, default=5.0, help="microseconds of an operation for each rank")
     parser.add_argument("--to-owner", action="store_true", help="gradients summed up on their owner alone; not built")
-    parser.add_argument("--pcie", type=float, default=24.0, help="GB/s each way")
-    parser.add_argument("--host", type=float, default=60.0, help="GB/s of the host step of each rank")
-    parser.add_argument("--device", type=float, default=570.0, help="GB/s of device memory")
-    parser.add_argument("--tflops", type=float, default=35.0, help="TFLOP/s that products reach")
-    parser.add_argument("--tokens", type=int, default=512, help="tokens of a micro-batch")
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="which to predict")
-    parser.add_argument("--json", type=Path, help="file to write every figure to")
+    add_machine(parser)
     return parser.parse_args()
 
 
 def main() -> None:
     """Print the tables, and write JSON if asked to."""
     args = parse()
-    rates = Rates(args.tflops * 1e12, args.pcie * 1e9, args.pcie * 1e9, args.host * 1e9, args.device * 1e9)
+    rates = rates_of(args)
     staging = Staging(SLOT_BYTES, RING_DEPTH)
     network = Network(1, args.network * 1e9, args.latency_us * 1e-6, to_owner=args.to_owner)
     print("| model | window of a rank | ranks | step, ms | efficiency | beside AdamW on the device |")
@@ -80,9 +72,7 @@ def main() -> None:
                 found.append({"model": model, "accumulate": accumulate, **row})
                 shares = f"{100 * row['efficiency']:.1f} % | {100 * row['beside_device']:.1f} %"
                 print(f"| {model} | {accumulate} x {args.tokens} | {row['ranks']} | {row['ms']:.0f} | {shares} |")
-    if args.json is not None:
-        settings = {key: value for key, value in vars(args).items() if key != "json"}
-        args.json.write_text(json.dumps({"settings": settings, "rows": found}, indent=2) + "\n")
+    write(args, found)
 
 
 if __name__ == "__main__":

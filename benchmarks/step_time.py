@@ -55,27 +55,44 @@ def predict(units: tuple[Unit, ...], accumulate: int, clip: bool, rates: Rates, 
     return row
 
 
-def parse() -> argparse.Namespace:
-    """The machine on the command line; one with a PCIe 4.0 card by default."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_machine(parser: argparse.ArgumentParser) -> None:
+    """The options of every prediction: a machine, one with a PCIe 4.0 card by default, and what is to be known."""
     parser.add_argument("--pcie", type=float, default=24.0, help="GB/s each way; 50 for PCIe 5.0")
     parser.add_argument("--host", type=float, default=60.0, help="GB/s of the host step")
     parser.add_argument("--device", type=float, default=570.0, help="GB/s of device memory")
     parser.add_argument("--tflops", type=float, default=35.0, help="TFLOP/s that products reach")
     parser.add_argument("--tokens", type=int, default=512, help="tokens of a micro-batch")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="which to predict")
+    parser.add_argument("--json", type=Path, help="file to write every figure to")
+
+
+def rates_of(args: argparse.Namespace) -> Rates:
+    """The rates of the machine on the command line."""
+    return Rates(args.tflops * 1e12, args.pcie * 1e9, args.pcie * 1e9, args.host * 1e9, args.device * 1e9)
+
+
+def write(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
+    """Write rows as JSON, with the settings they are for, if asked to."""
+    if args.json is not None:
+        settings = {key: value for key, value in vars(args).items() if key != "json"}
+        args.json.write_text(json.dumps({"settings": settings, "rows": rows}, indent=2) + "\n")
+
+
+def parse() -> argparse.Namespace:
+    """What is on the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_machine(parser)
     parser.add_argument("--slot-mib", type=float, default=8.0, help="MiB of a staging buffer")
     parser.add_argument("--slots", type=int, default=RING_DEPTH, help="staging buffers")
     parser.add_argument("--early-slots", type=int, default=EARLY_DEPTH, help="the same for `early`")
     parser.add_argument("--fraction", type=float, default=0.25, help="part the device steps under `partial`")
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="which to predict")
-    parser.add_argument("--json", type=Path, help="file to write every figure to")
     return parser.parse_args()
 
 
 def main() -> None:
     """Print the table, and write JSON if asked to."""
     args = parse()
-    rates = Rates(args.tflops * 1e12, args.pcie * 1e9, args.pcie * 1e9, args.host * 1e9, args.device * 1e9)
+    rates = rates_of(args)
     staging = Staging(int(args.slot_mib * 2**20), args.slots, args.early_slots, device_fraction=args.fraction)
     policies = [policy for policy in POLICIES if policy != "device"]
     print("| model | micro-batches | clipping | AdamW on the device, ms | " + " | ".join(policies) + " |")
@@ -90,9 +107,7 @@ def main() -> None:
                 cells = [f"{100 * row[policy]['overhead']:+.1f} %" if policy in row else "" for policy in policies]
                 fixed = [name, f"{accumulate} x {args.tokens}", "norm" if clip else "", f"{row['baseline_ms']:.0f}"]
                 print(f"| {' | '.join([*fixed, *cells])} |")
-    if args.json is not None:
-        settings = {key: value for key, value in vars(args).items() if key != "json"}
-        args.json.write_text(json.dumps({"settings": settings, "rows": rows}, indent=2) + "\n")
+    write(args, rows)
 
 
 if __name__ == "__main__":
