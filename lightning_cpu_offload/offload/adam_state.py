@@ -107,13 +107,16 @@ class AdamState:
             arenas = [arena.flat(0, arena.numel) for moments in self.moments.values() for arena in moments.arenas]
             return arenas + [torch.from_numpy(steps) for steps in self._steps.values()]
 
-    def saved(self, regions: Iterable[Region], parameter: Tensor, deferring: bool) -> dict[str, Tensor]:
-        """The moments of a parameter if other ranks hold parts of them, for a state dict; see `moments.saved`."""
+    def saved(self, regions: Iterable[Region], deferring: bool) -> dict[Tensor, dict[str, Tensor]]:
+        """The moments of each parameter of which other ranks hold parts, for a state dict; see `moments.saved`."""
+        found: dict[Tensor, dict[str, Tensor]] = {}
         for region in regions:
+            if region.spread is None or region not in self.moments:
+                continue
             for index, master in enumerate(region.masters):
-                if master.tensor is parameter and region.spread is not None and region in self.moments:
-                    return saved(self.moments[region], index, master.name, deferring)
-        return {}
+                if self._optimizer.state.get(master.tensor):
+                    found[master.tensor] = saved(self.moments[region], index, master.name, deferring)
+        return found
 
     def bring_home(self, regions: Iterable[Region]) -> None:
         """Give state that is on the device to the optimizer on the CPU; training is over."""

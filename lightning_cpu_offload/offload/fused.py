@@ -157,9 +157,9 @@ class FusedAdamW:
             masters = [region.master.flat(0, region.numel) for region in self._trained.regions]
         return masters + self._state.memory()
 
-    def saved(self, parameter: Tensor, deferring: bool) -> dict[str, Tensor]:
-        """The moments of a parameter if other ranks hold parts of them, for a state dict; see `moments.saved`."""
-        return self._state.saved(self._trained.regions, parameter, deferring)
+    def saved(self, deferring: bool) -> dict[Tensor, dict[str, Tensor]]:
+        """The moments of each parameter of which other ranks hold parts, for a state dict; see `moments.saved`."""
+        return self._state.saved(self._trained.regions, deferring)
 
     def bring_home(self) -> None:
         """Give state that is on the device to the optimizer on the CPU; training is over."""

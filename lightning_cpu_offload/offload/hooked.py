@@ -248,9 +248,8 @@ class HookedOptimizer:
         partition = self._host.partition
         if self._fused is None or partition is None:
             return {}
-        stateful = [(index, p) for index, p in enumerate(self.parameters()) if self.optimizer.state.get(p)]
-        found = {index: self._fused.saved(parameter, partition.deferring) for index, parameter in stateful}
-        return {index: moments for index, moments in found.items() if moments}
+        found = self._fused.saved(partition.deferring)
+        return {index: found[parameter] for index, parameter in enumerate(self.parameters()) if parameter in found}
 
     def _require_all_here(self) -> None:
         """Whether the optimizer's own body finds all of what it is to step."""
