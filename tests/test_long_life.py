@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import gc
+import mmap
 import multiprocessing
 import os
 import threading
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 import psutil
@@ -21,6 +23,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_cpu_offload.offload import memory
 from tests.models import quiet_trainer
 from tests.net import Net, adamw, offload
+
+Result = TypeVar("Result")
 
 EPOCHS = 10
 STEPS = 200
@@ -64,7 +68,7 @@ class Census(pl.Callback):
 
 
 class Leak(pl.Callback):
-    """Keeps 32 KiB at each step, or a thread or a file at each epoch: the census must notice."""
+    """Keeps 64 KiB at each step, or a thread or a file at each epoch, or nothing."""
 
     def __init__(self, what: str) -> None:
         self.what = what
@@ -73,26 +77,37 @@ class Leak(pl.Callback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self.what == "rss":
-            self.kept.append(bytearray(os.urandom(1) * 32_768))
+            pages = mmap.mmap(-1, 65_536)  # new to the process, unlike what malloc may find in its heaps
+            pages.write(b"\1" * len(pages))
+            self.kept.append(pages)
         elif batch_idx == 0 and self.what == "files":
             self.kept.append(open(os.devnull))  # noqa: SIM115
-        elif batch_idx == 0:
+        elif batch_idx == 0 and self.what == "threads":
             self.kept.append(threading.Thread(target=self.end.wait))
             self.kept[-1].start()
 
 
-def live(context: str, folder: Path, epochs: int, *callbacks: pl.Callback) -> list[Held]:
+def in_a_fresh_process(function: Callable[..., Result], *arguments: Any) -> Result:
+    """Calls where nothing ran before: free memory and copies that other tests left behind would hide or add bytes."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(function, *arguments).result()
+
+
+def live(context: str, folder: Path, epochs: int, leaking: str = "") -> list[Held]:
     """Trains `STEPS` steps an epoch with workers of a kind; returns what was held in each epoch."""
     generator = torch.Generator().manual_seed(0)
     data = TensorDataset(torch.randn(STEPS * 4, 8, generator=generator))
     spawned = {"persistent_workers": True} if context == "spawn" else {}  # a spawned worker takes seconds to start
     options: dict[str, Any] = {"num_workers": 1, "multiprocessing_context": context, "collate_fn": stack, **spawned}
-    census = Census()
+    census, leak = Census(), Leak(leaking)
     trainer = quiet_trainer(strategy=offload(), max_epochs=epochs)
     saving = pl.callbacks.ModelCheckpoint(folder, save_last=True, every_n_train_steps=STEPS // 4)
-    trainer.callbacks.extend([saving, census, *callbacks])
+    trainer.callbacks.extend([saving, census, leak])
     net = Forgetful(adamw)
-    trainer.fit(net, DataLoader(data, batch_size=4, **options), DataLoader(data, batch_size=80, **options))
+    try:
+        trainer.fit(net, DataLoader(data, batch_size=4, **options), DataLoader(data, batch_size=80, **options))
+    finally:
+        leak.end.set()
     assert trainer.global_step == epochs * STEPS
     return census.held
 
@@ -122,18 +137,14 @@ def assert_no_growth(held: list[Held]) -> None:
 def test_nothing_grows(context: str, tmp_path: Path) -> None:
     if context not in multiprocessing.get_all_start_methods():
         pytest.skip(f"no {context} here")
-    held = live(context, tmp_path, EPOCHS)
+    held = in_a_fresh_process(live, context, tmp_path, EPOCHS)
     assert len(held) == EPOCHS
     assert_no_growth(held)
 
 
 @pytest.mark.parametrize("what", ["rss", "threads", "files"])
 def test_the_census_notices_a_leak(what: str, tmp_path: Path) -> None:
-    leak = Leak(what)
-    try:
-        held = live("fork", tmp_path, WARM + 2, leak)
-    finally:
-        leak.end.set()
+    held = in_a_fresh_process(live, "fork", tmp_path, WARM + 2, what)
     with pytest.raises(AssertionError):
         assert_no_growth(held)
 
@@ -165,12 +176,6 @@ def own_bytes_after_training(inherited: bool) -> int:
         return _own_bytes_after_training(offload())
 
 
-def in_a_fresh_process(inherited: bool) -> int:
-    """The same where nothing ran before: a worker would also hold copies of what other tests left behind."""
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(own_bytes_after_training, inherited).result()
-
-
 def _own_bytes_after_training(strategy: Any) -> int:
     seen: list[int] = []
 
@@ -191,7 +196,7 @@ class TestWorkers:
     STATE = 80_000 * 100 * 12
 
     def test_hold_no_copies_of_the_masters(self) -> None:
-        assert in_a_fresh_process(inherited=False) < self.STATE / 2
+        assert in_a_fresh_process(own_bytes_after_training, False) < self.STATE / 2
 
     def test_would_hold_them_if_the_pages_were_inherited(self) -> None:
-        assert in_a_fresh_process(inherited=True) > self.STATE
+        assert in_a_fresh_process(own_bytes_after_training, True) > self.STATE
